@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
@@ -792,13 +792,15 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
         """lm_head (V, C); hidden (B, T + K, C) the target's; valid (K, B, T); coeff [K]; ns: K x (B, T, C).
 
-        Returns loss and, without gradient, sums over counted rows [4, K] float64: CE, KL, right, prefix hits."""
+        Returns loss and, without gradient, sums [2, K] float64 of CE and KL over counted rows, and hits (K, B, T) bool: is the
+        draft's argmax the teacher's? False in chunks where no row counts."""
         (B, T, C), K, V = ns[0].shape, len(ns), len(lm_head)
         R = min(T, chunk_rows(V, lm_head.device))
         p = torch.empty(R + K - 1, V, dtype=fp32(lm_head.dtype), device=lm_head.device)
         label, plogp = torch.empty(len(p), dtype=torch.long, device=p.device), p.new_empty(len(p))
         grads = [torch.zeros_like(n) for n in ns] if any(ctx.needs_input_grad) else None
-        sums = torch.zeros(4, K, dtype=torch.float64, device=p.device)
+        sums = torch.zeros(2, K, dtype=torch.float64, device=p.device)
+        hits = torch.zeros(K, B, T, dtype=torch.bool, device=p.device)
         starts = range(0, T, R)
         busy = torch.stack([valid[:, :, t:t + R].any(2).any(0) for t in starts], 1).tolist()  # one synchronisation
         for b in range(B):
@@ -812,22 +814,21 @@ class ChunkedLoss(torch.autograd.Function):
                     for x in (p, label, plogp):
                         x[:have] = x[R:R + have].clone()
                 teacher_rows(hidden[b, t + 1 + have:t + rows + K], lm_head, p[have:], label[have:], plogp[have:])
-                have, right = K - 1, torch.ones(rows, dtype=torch.bool, device=p.device)
+                have = K - 1
                 for k, n in enumerate(ns):
                     at, here = slice(k, k + rows), valid[k, b, t:t + rows]
-                    ce, kl, hit, dn = draft_rows(n[b, t:t + rows], lm_head, p[at], label[at], plogp[at],
+                    ce, kl, hits[k, b, t:t + rows], dn = draft_rows(n[b, t:t + rows], lm_head, p[at], label[at], plogp[at],
                                                  ce_weight, kl_weight, grads is not None)
-                    right = right & hit
-                    sums[:, k] += torch.stack([x.double().masked_fill(~here, 0).sum() for x in (ce, kl, hit, right)])
+                    sums[:, k] += torch.stack([x.double().masked_fill(~here, 0).sum() for x in (ce, kl)])
                     if grads is not None:
                         grads[k][b, t:t + rows] = (dn * coeff[k]).masked_fill_(~here[:, None], 0)
         ctx.grads = grads
         loss = ((ce_weight * sums[0] + kl_weight * sums[1]) * coeff.double()).sum().to(fp32(ns[0].dtype))
-        ctx.mark_non_differentiable(sums)
-        return loss, sums
+        ctx.mark_non_differentiable(sums, hits)
+        return loss, sums, hits
 
     @staticmethod
-    def backward(ctx, dloss, _):
+    def backward(ctx, dloss, *_):
         return *[None] * 6, *(dloss.to(grad.dtype) * grad for grad in ctx.grads)
 
 
@@ -866,6 +867,7 @@ class TTTOutput(NamedTuple):
     count: torch.Tensor        # counted rows
     prefix_hits: torch.Tensor  # counted rows right at this step and all before; 1 + sum_k prefix_hits / count = accept_len
     expert_load: torch.Tensor  # [E] rows routed to each expert, all steps, padding and foreign tokens excluded
+    hits: torch.Tensor         # (K, B, T) bool: the draft's argmax is the teacher's (only meaningful where it exists)
 
 
 def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa", group=None,
@@ -906,13 +908,17 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     weight = decay ** torch.arange(K, dtype=torch.float64, device=ids.device)
     divisor = (count if counts is None else counts.to(ids.device)).double()
     coeff = weight / weight.sum() / divisor.clamp(min=1)
-    loss, sums = ChunkedLoss.apply(model.lm_head_weight, hidden, valid[:, :, lo:hi], coeff.to(fp32(n.dtype)),
+    loss, sums, hits = ChunkedLoss.apply(model.lm_head_weight, hidden, valid[:, :, lo:hi], coeff.to(fp32(n.dtype)),
                                    ce_weight, kl_weight, *ns)
     if P > 1:
         dist.all_reduce(sums, group=group)
         dist.all_reduce(load, group=group)
-    ce, kl, acc = sums[:3] / count.clamp(min=1)
-    return TTTOutput(loss, ce, kl, acc, count, sums[3].round().long(), load)
+        shards = [torch.empty_like(hits, dtype=torch.uint8) for _ in range(P)]
+        dist.all_gather(shards, hits.to(torch.uint8), group=group)
+        hits = torch.cat(shards, dim=2).bool()
+    right, prefix = (hits & valid).sum((1, 2)), (hits.cumprod(0).bool() & valid).sum((1, 2))
+    ce, kl, acc = torch.stack([*sums, right.double()]) / count.clamp(min=1)
+    return TTTOutput(loss, ce, kl, acc, count, prefix, load, hits[:, :, :T])
 
 
 def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle):
@@ -951,3 +957,1258 @@ def expert_load(chosen, counted, n_experts):
 
 
 # ---- Everything above needs only torch and may be copied as is. Below: checkpoints, data, distributed, training. -------
+
+import argparse
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from bisect import bisect_left, insort
+from pathlib import Path
+
+
+# ---- Checkpoint layouts and initialisation ---------------------------------------------------------------------------
+
+# The draft's own names are glm4_moe's. What other families call the same tensors, in their layer N:
+LAYOUTS = {
+    "glm4_moe": {},
+    "hy_v3": {"shared_head.norm.": "final_layernorm.", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+              "mlp.gate.weight": "mlp.router.gate.weight", "mlp.shared_experts.": "mlp.shared_mlp."},
+}
+SCALES = (".weight_scale_inv", ".weight_scale")
+
+
+def native_views(state, family, prefix):
+    """(checkpoint name, view into the draft's state_dict `state`) of each tensor of a layer, experts unfused: copying into
+    the views reads a checkpoint, copying out of them writes one."""
+    for name, tensor in state.items():
+        if name.endswith("mlp.experts.gate_up_proj") or name.endswith("mlp.experts.down_proj"):
+            for e, matrix in enumerate(tensor):
+                stem = f"{prefix}{name[:name.rindex('.')]}.{e}."
+                if name.endswith("down_proj"):
+                    yield stem + "down_proj.weight", matrix
+                else:
+                    yield from zip((stem + "gate_proj.weight", stem + "up_proj.weight"), matrix.chunk(2))
+            continue
+        for ours, theirs in LAYOUTS[family].items():
+            name = name.replace(ours, theirs)
+        yield prefix + name, tensor
+
+
+class Checkpoint:
+    """Tensors of a Hugging Face directory, read one at a time from safetensors (never from pickles).
+
+    weights (float8 or int8) with .weight_scale_inv (blocks) or .weight_scale (rows or scalar) come de-quantised, fp32."""
+
+    def __init__(self, path):
+        self.path, index = Path(path), Path(path) / "model.safetensors.index.json"
+        if index.exists():
+            self.files = json.loads(index.read_text())["weight_map"]
+        elif (self.path / "model.safetensors").exists():
+            from safetensors import safe_open
+            with safe_open(self.path / "model.safetensors", "pt") as file:
+                self.files = dict.fromkeys(file.keys(), "model.safetensors")
+        else:
+            raise FileNotFoundError(f"{path} has neither model.safetensors nor model.safetensors.index.json; only "
+                                    "safetensors checkpoints are read")
+        quantised = json.loads((self.path / "config.json").read_text()).get("quantization_config") or {}
+        self.block = quantised.get("weight_block_size")
+
+    def _raw(self, name):
+        from safetensors import safe_open
+        with safe_open(self.path / self.files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def read(self, name):
+        tensor, stem = self._raw(name), name.removesuffix(".weight")
+        scales = [other for other in self.files if other.startswith(stem + ".") and "scale" in other[len(stem):]]
+        if tensor.dtype.itemsize > 1 and not scales:
+            return tensor
+        if len(scales) != 1 or not scales[0].endswith(SCALES) or tensor.dtype not in (torch.float8_e4m3fn, torch.int8):
+            raise ValueError(f"{name} is {tensor.dtype} with scales {scales or 'none'}: cannot be de-quantised here; "
+                             "known are float8_e4m3fn or int8 with weight_scale_inv (blocks) or weight_scale (rows)")
+        scale = self._raw(scales[0]).float()
+        if scales[0].endswith("_inv"):
+            if not self.block:
+                raise ValueError(f"{scales[0]} exists but config.json has no quantization_config.weight_block_size")
+            expected = tuple(-(-size // block) for size, block in zip(tensor.shape, self.block))
+            if tuple(scale.shape) != expected:
+                raise ValueError(f"{scales[0]} has shape {tuple(scale.shape)}, blocks of {self.block} need {expected}")
+            for dim, block in enumerate(self.block):
+                scale = scale.repeat_interleave(block, dim).narrow(dim, 0, tensor.shape[dim])
+        elif scale.dim() == 1 and scale.numel() > 1:
+            scale = scale[:, None]
+        return tensor.float() * scale
+
+
+def mtp_prefix(config, names):
+    """'model.layers.N.' if the checkpoint (config dict, tensor names) holds an MTP layer there, else None."""
+    N = config["num_hidden_layers"]
+    if not any(name.startswith(f"model.layers.{N}.") for name in names):
+        return None
+    if any(name.startswith(f"model.layers.{N + 1}.") for name in names):
+        warnings.warn(f"the checkpoint has more than one MTP layer; the first, layer {N}, is used")
+    return f"model.layers.{N}."
+
+
+@torch.no_grad()
+def warm_start(model, checkpoint, family, prefix):
+    """Copy the target's own MTP layer into `model`. Strict: raises ValueError listing what is missing or misshapen."""
+    wrong = []
+    for name, view in native_views(model.state_dict(), family, prefix):
+        if name not in checkpoint.files:
+            wrong.append(f"{name} is missing")
+            continue
+        tensor = checkpoint.read(name)
+        if tensor.shape != view.shape:
+            wrong.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(view.shape)}")
+        elif not tensor.isfinite().all():
+            wrong.append(f"{name} holds nan or inf")
+        else:
+            view.copy_(tensor)
+    if wrong:
+        shown = "\n  ".join(wrong[:20]) + (f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else "")
+        raise ValueError(f"the MTP layer {prefix}* of {checkpoint.path} cannot be read:\n  {shown}\n"
+                         "--init scratch trains a new one instead.")
+
+
+@contextlib.contextmanager
+def atomic(path):
+    """Write aside, fsync, rename: `path` (file or folder) is either the old or the complete new one, whenever killed."""
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.unlink(missing_ok=True) if aside.is_file() else None
+    yield aside
+    for file in [*aside.rglob("*")] if aside.is_dir() else [aside]:
+        fsync(file)
+    fsync(aside)
+    if path.is_dir():
+        shutil.rmtree(path)
+    os.replace(aside, path)
+    fsync(path.parent)
+
+
+def fsync(path):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def save_draft(path, model, meta):
+    """A draft directory: model.safetensors (state_dict) and config.json (MTPConfig's fields plus `meta`)."""
+    from safetensors.torch import save_file
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with atomic(path / "model.safetensors") as aside:
+        save_file(state, aside, metadata={"format": "pt"})
+    with atomic(path / "config.json") as aside:
+        aside.write_text(json.dumps({**asdict(model.config), **meta, "format": 1}, indent=2) + "\n")
+
+
+def load_draft(path):
+    """(MTP model, config.json as a dict) of a draft directory. Raises ValueError if it is not one of ours, complete."""
+    from safetensors.torch import load_file
+    path = Path(path)
+    if not (path / "config.json").exists() or not (path / "model.safetensors").exists():
+        raise FileNotFoundError(f"{path} is no draft directory: config.json and model.safetensors are expected in it")
+    meta = json.loads((path / "config.json").read_text())
+    if meta.get("format") != 1 or "ttt_length" not in meta:
+        raise ValueError(f"{path}/config.json is not a draft's (format {meta.get('format')!r}, expected 1)")
+    state = load_file(path / "model.safetensors")
+    model = MTP(MTPConfig(**{f.name: meta[f.name] for f in fields(MTPConfig)}))
+    model.to(state["eh_proj.weight"].dtype)
+    expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in state.items()}
+    if expected != found:
+        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise ValueError(f"{path}/model.safetensors does not fit its config.json: {', '.join(wrong[:10])}")
+    model.load_state_dict(state)
+    return model, meta
+
+
+# ---- Targets ---------------------------------------------------------------------------------------------------------
+
+class Target:
+    """A frozen Hugging Face causal LM: the source of hidden states, embedding, lm_head, and the verifier of drafts."""
+
+    def __init__(self, path, *, dtype="auto", device="cpu", device_map=None, trust_remote_code=False):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+        logging.disable_progress_bar()
+        self.path, self.device = find_target(path), torch.device(device)
+        raw = (self.path / "config.json").read_bytes()
+        self.config, self.sha256 = json.loads(raw), hashlib.sha256(raw).hexdigest()
+        self.checkpoint = Checkpoint(self.path)
+        self.draft_config = MTPConfig.from_hf(self.config, self.checkpoint.files)  # before hours of loading
+        options = dict(trust_remote_code=trust_remote_code, local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            self.path, dtype=dtype, device_map=device_map, use_safetensors=True, **options).eval().requires_grad_(False)
+        if device_map is None:
+            self.model.to(self.device)
+        names = inspect.signature(self.model.base_model.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.2x
+        self.embed = self.model.get_input_embeddings().weight.detach().to(self.device)
+        self.lm_head = self.model.get_output_embeddings().weight.detach().to(self.device)
+
+    @torch.no_grad()
+    def states(self, documents, budget=16384):
+        """Last hidden states after the final norm: a list of (L, C), for a list of token tensors (L,), each on its own."""
+        order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
+        found = [None] * len(documents)
+        while order:
+            longest = len(documents[order[-1]])
+            batch, order = order[-max(1, budget // longest):], order[:-max(1, budget // longest)]
+            ids = torch.zeros(len(batch), longest, dtype=torch.long, device=self.model.device)
+            for row, i in zip(ids, batch):  # padding on the right: no causal model's real rows can see it
+                row[:len(documents[i])] = documents[i]
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.to(self.device)
+            for row, i in zip(hidden, batch):
+                found[i] = row[:len(documents[i])]
+        return found
+
+
+def find_target(path):
+    """Path of a target's directory; what is not a directory is taken as a hub id and looked up (downloaded if need be)."""
+    if not os.path.isdir(path):
+        from huggingface_hub import snapshot_download
+        try:
+            path = snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"])
+        except Exception as error:  # the hub client raises a family of its own
+            raise FileNotFoundError(f"target {str(path)!r} is no directory, and as a hub id it cannot be had: "
+                                    f"{str(error).splitlines()[0]}") from None
+    if not (Path(path) / "config.json").exists():
+        raise FileNotFoundError(f"target {path} has no config.json: a Hugging Face checkpoint directory is expected")
+    return Path(path)
+
+
+class DemoTarget(nn.Module):
+    """A small glm4_moe language model of this file's own layers: dense first layer, MoE after."""
+
+    def __init__(self, config, n_layers, dense_width):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, dense_width if i == 0 else None) for i in range(n_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids):
+        docs = Documents(None, *input_ids.shape, input_ids.device)
+        x, chosen = self.embed_tokens(input_ids), []
+        for layer in self.layers:
+            x, _, _, experts_of_layer = layer(x, docs.position_ids, [], [], docs, attend_fa)
+            chosen.append(experts_of_layer)
+        return self.norm(x), chosen
+
+
+DEMO = MTPConfig(vocab_size=4096, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+                 n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, partial_rotary_factor=0.5,
+                 max_position_embeddings=4096)
+DEMO_LAYERS, DEMO_DENSE, DEMO_STEPS, DEMO_BATCH, DEMO_LENGTH = 3, 512, 400, 8, 128
+
+
+def stdlib_files():
+    """(training, held-out) files of the Python standard library, text every machine has; every 20th is held out."""
+    import sysconfig
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "turtledemo", "__pycache__"}
+    files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
+    return [f for i, f in enumerate(files) if i % 20], files[::20]
+
+
+def demo_folder():
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "mtp" / f"demo-target-{sys.version_info.major}.{sys.version_info.minor}-1"
+
+
+def build_demo_target(path):
+    """Train the demo's tokenizer and language model on the standard library's source; save them as a HF checkpoint."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tqdm import tqdm
+    from transformers import PreTrainedTokenizerFast
+    print(f"first run: building the demo target on the Python standard library's source, about 90 s -> {path}", flush=True)
+    texts = [file.read_text(errors="replace") for file in stdlib_files()[0]]
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=DEMO.vocab_size, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>")
+    ids = [i for row in tokenizer(texts)["input_ids"] for i in [*row, tokenizer.eos_token_id]]
+    ids = torch.tensor(ids[:len(ids) // DEMO_LENGTH * DEMO_LENGTH]).view(-1, DEMO_LENGTH)
+
+    generator = torch.Generator().manual_seed(0)
+    model = DemoTarget(DEMO, DEMO_LAYERS, DEMO_DENSE)
+    init_matrices(model, DEMO.initializer_range, generator)
+    adam = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    bar = tqdm(range(DEMO_STEPS), desc="demo target", unit="step", mininterval=1)
+    for step in bar:
+        rows = ids[torch.randint(len(ids), (DEMO_BATCH,), generator=generator)]
+        n, chosen = model(rows)
+        loss = F.cross_entropy(model.lm_head(n[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        adam.zero_grad()
+        loss.backward()
+        adam.param_groups[0]["lr"] = 4e-3 * min(1.0, (step + 1) / 30, 0.02 + (DEMO_STEPS - step) / (0.5 * DEMO_STEPS))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        for layer, experts_of_layer in zip(model.layers, chosen):
+            if experts_of_layer is not None:
+                load = expert_load(experts_of_layer, torch.ones_like(rows, dtype=torch.bool), DEMO.n_routed_experts)
+                balance_experts(layer.mlp.gate.e_score_correction_bias, load, 0.01)
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    save_demo_target(path, model, tokenizer)
+
+
+@torch.no_grad()
+def init_matrices(module, std, generator):
+    """Matrices normal(0, std), norms 1, biases 0."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.dim() > 1:
+            tensor.normal_(0.0, std, generator=generator)
+        else:
+            tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
+
+def save_demo_target(path, model, tokenizer):
+    from safetensors.torch import save_file
+    state = {}
+    for i, layer in enumerate(model.layers):
+        state |= {name: x.clone() for name, x in native_views(layer.state_dict(), "glm4_moe", f"model.layers.{i}.")}
+    state |= {"model.embed_tokens.weight": model.embed_tokens.weight.detach(),
+              "model.norm.weight": model.norm.weight.detach(), "lm_head.weight": model.lm_head.weight.detach()}
+    config = {**asdict(DEMO), "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32", "hidden_act": "silu",
+              "intermediate_size": DEMO_DENSE, "num_hidden_layers": DEMO_LAYERS, "first_k_dense_replace": 1,
+              "num_nextn_predict_layers": 0, "tie_word_embeddings": False, "attention_dropout": 0.0,
+              "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as aside:
+        aside.mkdir()
+        tokenizer.save_pretrained(aside)
+        save_file(state, aside / "model.safetensors", metadata={"format": "pt"})
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+class Sample(NamedTuple):
+    name: str                # file, and line where it has lines: what an error names
+    input_ids: torch.Tensor  # (L,) int64
+    loss_mask: torch.Tensor  # (L,) bool: tokens to learn
+
+
+def encode_messages(messages, tokenizer):
+    """(input_ids, loss_mask) of a conversation: the chat template's text, loss on assistant tokens only.
+
+    By the template's generation markers where it has them, else by rendering prefixes: what message i adds after the generation
+    prompt. Raises ValueError if the template's prefixes do not match."""
+    template = tokenizer.chat_template
+    if template is None:
+        raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; give {{\"text\": ...}} lines")
+    if "generation %}" in template or "generation -%}" in template:
+        out = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return out["input_ids"], out["assistant_masks"]
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    text, spans = render(messages), []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(messages[:i], add_generation_prompt=True), render(messages[:i + 1])
+            if not (text.startswith(after) and after.startswith(before)):
+                raise ValueError(f"the chat template renders message {i} differently once more follow, so assistant tokens "
+                                 "cannot be told apart; use a template with {% generation %} markers")
+            spans.append((len(before), len(after)))
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    mask = [any(start < b and end > a for a, b in spans) for start, end in out["offset_mapping"]]
+    return out["input_ids"], mask
+
+
+def read_file(path, tokenizer):
+    """Yield (name, input_ids, loss_mask) of each document of a .txt or .jsonl file; all-ones mask for text."""
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        ids = tokenizer(path.read_text(errors="replace"))["input_ids"]
+        yield str(path), ids, [True] * len(ids)
+        return
+    for number, line in enumerate(path.open(encoding="utf-8"), 1):
+        if not line.strip():
+            continue
+        name = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+            if "messages" in row:
+                yield name, *encode_messages(row["messages"], tokenizer)
+            else:
+                ids = tokenizer(row["text"])["input_ids"]
+                yield name, ids, [True] * len(ids)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            yield name, None, f"{type(error).__name__}: {error}"
+
+
+def read_samples(paths, tokenizer, seq_len, shortest):
+    """Samples of at most seq_len tokens; longer documents are cut into pieces. What cannot be used is counted and named."""
+    from tqdm import tqdm
+    samples, skipped = [], []
+    for path in tqdm(paths, desc="reading", unit="file", disable=len(paths) < 20, leave=False):
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"data file {path} does not exist")
+        for name, ids, mask in read_file(path, tokenizer):
+            if ids is None:
+                skipped.append(f"{name} ({mask})")
+                continue
+            ids, mask = torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.bool)
+            pieces = list(zip(ids.split(seq_len), mask.split(seq_len)))
+            kept = [Sample(name, *piece) for piece in pieces if len(piece[0]) >= shortest and piece[1][2:].any()]
+            samples += kept
+            if not kept:
+                skipped.append(f"{name} (fewer than {shortest} tokens, or none to learn)")
+    if skipped:
+        shown = "; ".join(skipped[:3]) + ("; ..." if len(skipped) > 3 else "")
+        say(f"{len(skipped)} of {len(skipped) + len(samples)} samples skipped: {shown}")
+    if not samples:
+        raise ValueError(f"no usable sample in {len(paths)} data file(s): each needs {shortest} tokens or more")
+    return samples
+
+
+def pack(samples, seq_len):
+    """Rows (lists of samples) of at most seq_len tokens, best fit in the order given: no sample is cut."""
+    rows, room = [], []  # room: sorted (tokens left, row)
+    for sample in samples:
+        at = bisect_left(room, (len(sample.input_ids), -1))
+        left, row = room.pop(at) if at < len(room) else (seq_len, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(sample)
+        left -= len(sample.input_ids)
+        if left:
+            insort(room, (left, row))
+    return rows
+
+
+class Rows:
+    """An endless, seeded order of packed rows: row i is the same in every run, whatever ran before."""
+
+    def __init__(self, samples, seq_len, seed):
+        self.samples, self.seq_len, self.seed, self.epoch = samples, seq_len, seed, None
+        self.per_epoch = len(self._rows(0))
+
+    def _rows(self, epoch):
+        if self.epoch != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            order = torch.randperm(len(self.samples), generator=generator).tolist()
+            self.rows, self.epoch = pack([self.samples[i] for i in order], self.seq_len), epoch
+        return self.rows
+
+    def __getitem__(self, i):
+        """Row i, counted through epochs of `per_epoch` rows (epochs pack alike, a row more or less: it wraps around)."""
+        rows = self._rows(i // self.per_epoch)
+        return rows[i % self.per_epoch % len(rows)]
+
+
+def collate(rows, length, device):
+    """(input_ids, loss_mask, doc_ids) each (B, length) of packed rows; doc_ids -1 in padding, None if there is none."""
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask, docs = torch.zeros_like(ids, dtype=torch.bool), torch.full_like(ids, -1)
+    for b, row in enumerate(rows):
+        at = 0
+        for d, sample in enumerate(row):
+            here = slice(at, at + len(sample.input_ids))
+            ids[b, here], mask[b, here], docs[b, here] = sample.input_ids, sample.loss_mask, d
+            at = here.stop
+    docs = None if (docs == 0).all() else docs.to(device)
+    return ids.to(device), mask.to(device), docs
+
+
+def packed_states(rows, length, target):
+    """(B, length, C) hidden states of packed rows, each document seen by the target on its own."""
+    states = iter(target.states([sample.input_ids for row in rows for sample in row]))
+    out = None
+    for b, row in enumerate(rows):
+        at = 0
+        for sample in row:
+            state = next(states)
+            out = state.new_zeros(len(rows), length, state.shape[-1]) if out is None else out
+            out[b, at:at + len(state)] = state
+            at += len(state)
+    return out
+
+
+# ---- Distributed -----------------------------------------------------------------------------------------------------
+
+class Ranks(NamedTuple):
+    """Where this process stands: data parallel (dp) times sequence parallel (sp, one row split over `group`)."""
+    rank: int = 0
+    world: int = 1
+    sp: int = 1
+    group: object = None
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def dp(self):
+        return self.world // self.sp
+
+    @property
+    def dp_rank(self):
+        return self.rank // self.sp
+
+
+def start_ranks(cfg):
+    """Join the process group that torchrun describes (or none); sp is the whole world under usp, else 1."""
+    device = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    world, rank, local = (int(os.environ.get(name, default)) for name, default in
+                          (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    if device == "cuda":
+        torch.cuda.set_device(local)
+        device = f"cuda:{local}"
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    if not dist.is_initialized() and (world > 1 or cfg.backend == "usp"):
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    sp = world if cfg.backend == "usp" else 1
+    return Ranks(rank, world, sp, dist.group.WORLD if cfg.backend == "usp" else None, torch.device(device))
+
+
+def all_sum(tensor, ranks):
+    """Sum over all ranks, in place; nothing to do for one."""
+    if ranks.world > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def any_rank(flag, ranks):
+    """True on every rank if it is on one."""
+    return bool(all_sum(torch.tensor(float(flag), device=ranks.device), ranks) > 0)
+
+
+def barrier(ranks):
+    all_sum(torch.zeros((), device=ranks.device), ranks)
+
+
+def say(text):
+    """Print on rank 0, above a progress bar if there is one."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        from tqdm import tqdm
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+# ---- Optimizer, checkpoints ------------------------------------------------------------------------------------------
+
+class MasterAdamW:
+    """AdamW on fp32 master copies of the parameters (the parameters themselves where they are fp32 already)."""
+
+    def __init__(self, model, weight_decay, betas=(0.9, 0.95)):
+        self.params = dict(model.named_parameters())
+        self.masters = {name: p if p.dtype == fp32(p.dtype) else nn.Parameter(p.detach().float())
+                        for name, p in self.params.items()}
+        decayed = [p for p in self.masters.values() if p.dim() > 1]
+        rest = [p for p in self.masters.values() if p.dim() <= 1]
+        self.adam = torch.optim.AdamW([{"params": decayed, "weight_decay": weight_decay},
+                                       {"params": rest, "weight_decay": 0.0}], lr=0.0, betas=betas, fused=True)
+        for p in self.masters.values():  # as AdamW makes them at its first step; here so that a checkpoint can be loaded
+            self.adam.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
+                                  "exp_avg_sq": torch.zeros_like(p)}
+
+    @torch.no_grad()
+    def step(self, lr, grad_scale):
+        for name, p in self.params.items():
+            master = self.masters[name]
+            master.grad = p.grad.to(master.dtype).mul_(grad_scale)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        for name, p in self.params.items():
+            if p is not self.masters[name]:
+                p.copy_(self.masters[name])
+
+    def state(self):
+        """{name: tensor}, the live ones: what a checkpoint saves and loads in place."""
+        found = {f"master.{name}": p.detach() for name, p in self.masters.items()}
+        for name, p in self.masters.items():
+            found |= {f"{key}.{name}": value for key, value in self.adam.state[p].items()}
+        return found
+
+
+def learning_rate(step, cfg):
+    """Linear warm-up over warmup_steps, then a cosine from lr down to lr * lr_floor at the last step."""
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
+    return cfg.lr * (cfg.lr_floor + (1 - cfg.lr_floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def training_state(model, optimizer, progress):
+    """Everything that a resumed run needs, as tensors by name: DCP writes them and reads them in place."""
+    state = {**optimizer.state(), "rng": torch.get_rng_state()}
+    state |= {name: buffer for name, buffer in model.named_buffers()}
+    return state | {"progress": torch.tensor([progress[key] for key in sorted(progress)], dtype=torch.float64)}
+
+
+def save_state(folder, model, optimizer, progress, keep, ranks):
+    """Write folder/step-N aside by torch.distributed.checkpoint, rename it, drop all but the newest `keep`."""
+    import torch.distributed.checkpoint as dcp
+    final = Path(folder) / f"step-{progress['step']}"
+    aside = final.with_name(f".{final.name}.partial")
+    if ranks.rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    barrier(ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dcp announces that it saves from a single process
+        dcp.save(training_state(model, optimizer, progress), checkpoint_id=aside)
+    if ranks.rank == 0:
+        for path in [*aside.iterdir(), aside]:
+            fsync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(aside, final)
+        fsync(final.parent)
+        for old in saved_states(folder)[:-keep]:
+            shutil.rmtree(old)
+    barrier(ranks)
+
+
+def saved_states(folder):
+    """Complete training states in `folder`, oldest first."""
+    found = [path for path in Path(folder).glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def load_state(path, model, optimizer, progress):
+    """Read a training state in place: weights, moments, bias, RNG; returns `progress`. Its .metadata is a pickle: own runs
+    only."""
+    import torch.distributed.checkpoint as dcp
+    state = training_state(model, optimizer, progress)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=path)
+    torch.set_rng_state(state["rng"])
+    with torch.no_grad():
+        for name, p in optimizer.params.items():
+            p.copy_(optimizer.masters[name])
+    return dict(zip(sorted(progress), state["progress"].tolist()))
+
+
+# ---- Training and evaluation -----------------------------------------------------------------------------------------
+
+def option(default, help, **more):
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass
+class ModelOptions:
+    target: str = option(None, "HF checkpoint directory or hub id (glm4_moe, hy_v3); default: the demo target")
+    dtype: str = option("auto", "dtype the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
+    device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
+    target_device_map: str = option(None, "passed to transformers as device_map, e.g. auto, for large targets")
+    trust_remote_code: bool = option(False, "let the target's repository run its own code")
+
+
+@dataclass
+class TrainConfig(ModelOptions):
+    data: list = option(None, "training files, .txt or .jsonl ({\"text\"} or {\"messages\"}); default: the demo's", type=str)
+    eval_data: list = option(None, "held-out files; default: every 20th sample of --data", type=str)
+    out: str = option("runs/demo", "draft directory to write; checkpoints/ and metrics.jsonl go there too")
+    init: str = option("auto", "warm: the target's own MTP layer; scratch: random; auto: warm if it has one",
+                       choices=["auto", "warm", "scratch"])
+    backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp = fa, row split over all ranks; "
+                          "auto = fa where it runs", choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
+    ttt_length: int = option(3, "K: draft steps trained per row")
+    recycle: str = option("post", "hidden state fed to the next step: post (after the final norm) or pre; README, Serving",
+                          choices=["post", "pre"])
+    zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
+    ce_weight: float = option(1.0, "weight of the cross-entropy against the target's argmax")
+    kl_weight: float = option(1.0, "weight of KL(target || draft)")
+    decay: float = option(0.8, "step k weighs decay ** k")
+    steps: int = option(200, "optimizer steps")
+    batch_size: int = option(8, "rows per optimizer step, over all ranks")
+    micro_batch_size: int = option(None, "rows per forward pass and rank; default: all of a rank's; smaller saves memory")
+    seq_len: int = option(256, "tokens per row; documents are packed into rows, longer ones cut")
+    lr: float = option(None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm")
+    lr_floor: float = option(0.1, "the cosine ends at lr times this")
+    warmup_steps: int = option(20, "linear warm-up")
+    weight_decay: float = option(0.01, "AdamW's, on matrices")
+    clip: float = option(1.0, "largest global gradient norm")
+    balance_rate: float = option(None, "step of the router bias; default 0.01 from scratch, 0 warm")
+    seed: int = option(0, "initialisation and data order")
+    eval_every: int = option(0, "evaluate every N steps and keep the best draft in OUT/best; 0: at the end only")
+    eval_rows: int = option(32, "held-out rows per evaluation")
+    save_every: int = option(100, "save the training state every N steps, and at the end")
+    keep: int = option(2, "training states kept")
+    log_every: int = option(10, "steps per line of metrics.jsonl")
+    resume: str = option(None, "auto: the newest state in OUT, if any; never; or a checkpoints/step-N folder; "
+                         "default: auto when torchrun restarts, else never")
+
+
+def check_train_config(cfg):
+    """Fill in defaults and refuse what cannot work, before anything is loaded. Raises ValueError with the remedy."""
+    for name in ("ttt_length", "steps", "batch_size", "seq_len", "eval_rows", "save_every", "keep", "log_every"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(cfg, name)}, must be at least 1")
+    if cfg.seq_len < cfg.ttt_length + 2:
+        raise ValueError(f"--seq-len {cfg.seq_len} leaves no row that counts at every step; give at least --ttt-length + 2 = "
+                         f"{cfg.ttt_length + 2}")
+    if cfg.data and not cfg.target:
+        raise ValueError("--data without --target: the demo target knows the standard library only; give --target DIR")
+    if cfg.target and not cfg.data:
+        raise ValueError("--target without --data: give --data FILE... (.txt or .jsonl)")
+    if cfg.target and cfg.out == TrainConfig.out:
+        raise ValueError(f"--out {cfg.out} is the demo's folder; give --out DIR")
+    if cfg.ce_weight < 0 or cfg.kl_weight < 0 or cfg.ce_weight + cfg.kl_weight == 0:
+        raise ValueError(f"--ce-weight {cfg.ce_weight} and --kl-weight {cfg.kl_weight}: at least one must be positive")
+    resume = cfg.resume or ("auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else "never")
+    if resume not in ("auto", "never") and not (Path(resume) / ".metadata").exists():
+        raise ValueError(f"--resume {resume} is no complete training state; give auto, never or OUT/checkpoints/step-N")
+    held = saved_states(Path(cfg.out) / "checkpoints")
+    if held and resume == "never" and cfg.out != TrainConfig.out:
+        raise ValueError(f"--out {cfg.out} already holds checkpoints up to {held[-1].name}: add --resume auto to continue "
+                         "that run, or give another --out")
+    return replace(cfg, resume=resume)
+
+
+def choose_backend(cfg, ranks, dtype):
+    """The name of the attention backend, `auto` resolved and announced; asking for what cannot run is an error."""
+    reason = why_not_fa(ranks.device.type, dtype)
+    if cfg.backend == "auto":
+        chosen = "sdpa" if reason else "fa"
+        say(f"backend: {chosen} (" + (f"fa cannot run: {reason})" if reason else f"fa runs on this {ranks.device.type})"))
+        return chosen
+    if cfg.backend != "sdpa" and reason:
+        raise ValueError(f"--backend {cfg.backend} cannot run: {reason}. Use --backend sdpa.")
+    return cfg.backend
+
+
+def make_draft(cfg, target, ranks):
+    """(model, "warm" or "scratch"): the draft on its device, with the target's embedding and head."""
+    prefix = mtp_prefix(target.config, target.checkpoint.files)
+    if cfg.init == "warm" and prefix is None:
+        raise ValueError(f"--init warm: {target.path} has no MTP layer model.layers.{target.config['num_hidden_layers']}.*; "
+                         "use --init scratch")
+    init = "warm" if prefix and cfg.init != "scratch" else "scratch"
+    model = MTP(target.draft_config).to(target.lm_head.dtype)
+    model.reset_parameters(torch.Generator().manual_seed(cfg.seed))
+    if init == "warm":
+        warm_start(model, target.checkpoint, target.config["model_type"], prefix)
+    model.to(ranks.device).set_target(target.embed, target.lm_head)
+    return model, init
+
+
+def read_data(cfg, target):
+    """(training rows, held-out rows): the demo's files or the user's, held-out samples never among the training ones."""
+    files, held = (cfg.data, cfg.eval_data) if cfg.target else stdlib_files()
+    if not cfg.target:
+        files, held = files[::6], held[::6]  # the demo uses 100k tokens: no need to read ten million
+    samples = read_samples(files, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
+    if held:
+        held = read_samples(held, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
+    elif len(samples) < 2:
+        raise ValueError("--data has a single sample, so none can be held out; give --eval-data FILE")
+    else:
+        step = min(20, len(samples))
+        samples, held = [s for i, s in enumerate(samples) if i % step], samples[::step]
+    rows = Rows(samples, cfg.seq_len, cfg.seed)
+    tokens = sum(len(s.input_ids) for s in samples)
+    say(f"data: {len(samples)} samples, {tokens:,} tokens in {rows.per_epoch} rows of {cfg.seq_len} (fill ratio "
+        f"{tokens / rows.per_epoch / cfg.seq_len:.2f}), {len(held)} samples held out")
+    return rows, spread(pack(held, cfg.seq_len), cfg.eval_rows)
+
+
+def spread(rows, most):
+    """At most `most` rows, evenly spread."""
+    return rows if len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
+
+
+def row_length(rows, cfg, device):
+    """What rows are padded to: the longest; always seq_len on CUDA, where each new length compiles kernels anew."""
+    return cfg.seq_len if device.type == "cuda" else max(sum(len(s.input_ids) for s in row) for row in rows)
+
+
+def loss_options(cfg):
+    return {name: getattr(cfg, name) for name in
+            ("ttt_length", "ce_weight", "kl_weight", "decay", "recycle", "zero_first_embedding")}
+
+
+def train_step(model, rows, target, cfg, ranks, backend):
+    """Forward and backward of one optimizer step over this rank's rows, gradients summed over all ranks.
+
+    Returns sums [5, K] float64 (CE, KL, right, count, prefix hits, over all ranks), expert load [E], tokens, and the names of
+    samples whose hidden states are not finite."""
+    size = cfg.micro_batch_size or max(1, len(rows))
+    parts = [rows[i:i + size] for i in range(0, len(rows), size)]
+    batches = [(part, collate(part, row_length(part, cfg, ranks.device), ranks.device)) for part in parts]
+    counts = torch.zeros(cfg.ttt_length, dtype=torch.long, device=ranks.device)
+    for part, (ids, mask, docs) in batches:
+        counts += valid_counts(mask, docs, cfg.ttt_length, batch=ids.shape[0], length=ids.shape[1])
+    if ranks.sp < ranks.world:
+        all_sum(counts, ranks)
+    sums, load, bad = torch.zeros(5, cfg.ttt_length, dtype=torch.float64, device=ranks.device), 0, []
+    model.zero_grad(set_to_none=False)
+    for part, (ids, mask, docs) in batches:
+        hidden = packed_states(part, ids.shape[1], target)
+        if not hidden.isfinite().all():
+            states = target.states([s.input_ids for row in part for s in row])
+            bad += [s.name for s, h in zip([s for row in part for s in row], states) if not h.isfinite().all()]
+        out = ttt_loss(model, ids, hidden, mask, docs, backend=backend, group=ranks.group, counts=counts,
+                       **loss_options(cfg))
+        out.loss.backward()
+        n = out.count.double()
+        sums += torch.stack([out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double()])
+        load = load + out.expert_load
+    if ranks.world > 1:
+        for p in model.parameters():
+            dist.all_reduce(p.grad)  # summed, never averaged: the loss is already divided by the global count
+    if ranks.sp < ranks.world:
+        all_sum(sums, ranks), all_sum(load, ranks)
+    return sums, load, sum(len(s.input_ids) for row in rows for s in row), bad
+
+
+@torch.no_grad()
+def evaluate(model, rows, target, cfg, ranks, backend):
+    """Acceptance over held-out rows, sums first, one division at the end: a dict of ce, kl, acc, walk (lists [K]) and
+    accept_len (all counted rows), accept_len_walk (the rounds that serving would run), rows."""
+    K, size = cfg.ttt_length, cfg.micro_batch_size or 8
+    sums, rounds = torch.zeros(5, K, dtype=torch.float64, device=ranks.device), torch.zeros(K + 1, dtype=torch.float64)
+    mine = rows[ranks.dp_rank::ranks.dp]
+    for i in range(0, len(mine), size):
+        part = mine[i:i + size]
+        length = row_length(part, cfg, ranks.device)
+        ids, mask, docs = collate(part, length, ranks.device)
+        out = ttt_loss(model, ids, packed_states(part, length, target), mask, docs, backend=backend, group=ranks.group,
+                       **loss_options(cfg))
+        n = out.count.double()
+        sums += torch.stack([out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double()])
+        rounds += walk(out.hits, mask, Documents(docs, *ids.shape, ids.device))
+    rounds = rounds.to(ranks.device)
+    if ranks.sp < ranks.world:
+        all_sum(sums, ranks), all_sum(rounds, ranks)
+    n = sums[3].clamp(min=1)
+    return {"ce": (sums[0] / n).tolist(), "kl": (sums[1] / n).tolist(), "acc": (sums[2] / n).tolist(),
+            "accept_len": 1 + (sums[4] / n).sum().item(), "walk": (rounds[1:] / rounds[0].clamp(min=1)).tolist(),
+            "accept_len_walk": 1 + (rounds[1:].sum() / rounds[0].clamp(min=1)).item(), "rows": int(sums[3, 0])}
+
+
+def walk(hits, loss_mask, docs):
+    """[1 + K]: rounds, and rounds that accepted position k, of speculative decoding along each text in turn.
+
+    hits (K, B, T): drafted token k of row t is the target's. A text is a maximal run of unmasked tokens s..e-1; its first token
+    came from the prefill, so the first root is row s - 1; a round accepts n tokens and the next root is n + 1 rows on."""
+    K, B, T = hits.shape
+    total = [0] * (K + 1)
+    accepted = hits.long().cumprod(0).tolist()
+    for b in range(B):
+        runs, mask = docs.run[b].tolist(), (loss_mask[b] != 0).tolist()
+        t = 0
+        while t < T:
+            if not mask[t] or runs[t] < 0:
+                t += 1
+                continue
+            end = t
+            while end < T and mask[end] and runs[end] == runs[t]:
+                end += 1
+            root = t - 1 if t and runs[t - 1] == runs[t] else t
+            while root + 2 < end:
+                n = 0
+                while n < K and root + 2 + n < end and accepted[n][b][root]:
+                    n += 1
+                    total[n] += 1
+                total[0] += 1
+                root += n + 1
+            t = end
+    return torch.tensor(total, dtype=torch.float64)
+
+
+def acceptance_table(rows):
+    """Lines of a table of {label: evaluate()'s result}."""
+    K = len(next(iter(rows.values()))["acc"])
+    head = "".join(f"{f'acc_{k}':>8}" for k in range(K)) + f"{'accept_len':>12}{'accept_len_walk':>17}"
+    return [f"{'':8}{head}"] + [
+        f"{label:8}" + "".join(f"{a:8.3f}" for a in row["acc"]) + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}"
+        for label, row in rows.items()]
+
+
+def draft_meta(cfg, target):
+    return dict(ttt_length=cfg.ttt_length, recycle=cfg.recycle, zero_first_embedding=cfg.zero_first_embedding,
+                target=str(Path(target.path).resolve()), target_config_sha256=target.sha256)
+
+
+class Stop:
+    """Set by SIGINT or SIGTERM: the step in progress ends, its state is saved, the run exits cleanly."""
+
+    def __init__(self):
+        self.signal = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self)
+
+    def __call__(self, number, frame):
+        self.signal = self.signal or signal.Signals(number).name
+
+
+def open_demo(ranks):
+    path = demo_folder()
+    if ranks.rank == 0 and not (path / "config.json").exists():
+        build_demo_target(path)
+    barrier(ranks)
+    return path
+
+
+def open_target(cfg, ranks, path=None):
+    path = path or cfg.target or open_demo(ranks)
+    dtype = cfg.dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+    return Target(path, dtype=dtype, device=ranks.device, device_map=cfg.target_device_map,
+                  trust_remote_code=cfg.trust_remote_code)
+
+
+def train(cfg):
+    """Train a draft; writes OUT/model.safetensors, config.json, metrics.jsonl, checkpoints/. Returns before/after results."""
+    cfg = check_train_config(cfg)
+    ranks = start_ranks(cfg)
+    target = open_target(cfg, ranks)
+    if cfg.seq_len > target.draft_config.max_position_embeddings:
+        raise ValueError(f"--seq-len {cfg.seq_len} exceeds the target's max_position_embeddings "
+                         f"{target.draft_config.max_position_embeddings}")
+    backend = choose_backend(cfg, ranks, target.lm_head.dtype)
+    H = target.draft_config.num_attention_heads
+    if H % ranks.sp:
+        raise ValueError(f"--backend usp: {ranks.sp} ranks do not divide {H} attention heads; start "
+                         f"{math.gcd(H, ranks.sp)} ranks")
+    rows, held = read_data(cfg, target)
+    model, init = make_draft(cfg, target, ranks)
+    cfg = replace(cfg, lr=cfg.lr or (3e-3 if init == "scratch" else 1e-4),
+                  balance_rate=(0.01 if init == "scratch" else 0.0) if cfg.balance_rate is None else cfg.balance_rate)
+    say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, {init} from {target.path}, "
+        f"{str(model.eh_proj.weight.dtype)[6:]} on {ranks.device}, {ranks.dp} x {ranks.sp} ranks (data x sequence)")
+    optimizer = MasterAdamW(model, cfg.weight_decay)
+    progress = resume_run(cfg, model, optimizer, ranks)
+    run = partial(evaluate, model, held, target, cfg, ranks, backend)
+    results = {"before": run()} if progress["step"] == 0 else {}
+    if results:
+        say("\n".join(acceptance_table(results)))
+        if init == "warm" and results["before"]["ce"][0] > 0.9 * math.log(model.config.vocab_size):
+            say(f"warning: warm start, yet the step-0 loss {results['before']['ce'][0]:.2f} is near ln V = "
+                f"{math.log(model.config.vocab_size):.2f}, that of a random layer: is this the right MTP layer?")
+    stopped = train_loop(cfg, model, optimizer, progress, rows, target, ranks, backend, run)
+    if stopped:
+        say(f"stopped by {stopped} after step {progress['step']:.0f}, state saved; continue with --resume auto")
+        return results
+    results["after"] = run()
+    say("\n".join(acceptance_table(results)))
+    if progress["skipped"]:
+        say(f"{progress['skipped']:.0f} steps were skipped: loss or gradient not finite; metrics.jsonl names the samples")
+    if ranks.rank == 0:
+        save_draft(cfg.out, model, draft_meta(cfg, target))
+    say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} --prompt \"def main():\"")
+    return results
+
+
+def resume_run(cfg, model, optimizer, ranks):
+    """Progress of the run to continue (its state loaded), or of a new one (the demo's old states removed)."""
+    progress, folder = {"step": 0, "skipped": 0, "skipped_in_a_row": 0, "best": 0.0}, Path(cfg.out) / "checkpoints"
+    held = saved_states(folder)
+    if cfg.resume == "never" and ranks.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        Path(cfg.out).mkdir(parents=True, exist_ok=True)
+        (Path(cfg.out) / "metrics.jsonl").unlink(missing_ok=True)
+    barrier(ranks)
+    path = cfg.resume if cfg.resume not in ("auto", "never") else held[-1] if held and cfg.resume == "auto" else None
+    if path:
+        progress = load_state(path, model, optimizer, progress)
+        say(f"resumed from {path}")
+    return progress
+
+
+def train_loop(cfg, model, optimizer, progress, rows, target, ranks, backend, run):
+    """Optimizer steps from progress["step"] to cfg.steps; returns the signal that ended it early, or None."""
+    from tqdm import tqdm
+    stop, clock, since = Stop(), time.perf_counter(), {"tokens": 0, "sums": 0}
+    bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", unit="step", disable=ranks.rank > 0, mininterval=1)
+    while progress["step"] < cfg.steps:
+        step = int(progress["step"])
+        mine = [rows[step * cfg.batch_size + i] for i in range(ranks.dp_rank, cfg.batch_size, ranks.dp)]
+        sums, load, tokens, bad = train_step(model, mine, target, cfg, ranks, backend)
+        norm = torch.stack([p.grad.float().norm() for p in model.parameters()]).norm().item()
+        lr = learning_rate(step, cfg)
+        if any_rank(not (math.isfinite(norm) and sums.isfinite().all()), ranks):
+            skip_step(progress, bad or [s.name for row in mine for s in row], cfg, ranks)
+        else:
+            optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
+            if cfg.balance_rate:
+                balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
+            progress["skipped_in_a_row"] = 0
+            since["sums"] = since["sums"] + sums
+        progress["step"] = step + 1
+        since["tokens"] += tokens * ranks.dp
+        done, signalled = step + 1 == cfg.steps, any_rank(bool(stop.signal), ranks)
+        if (step + 1) % cfg.log_every == 0 or done:
+            now = time.perf_counter()
+            log_metrics(cfg, progress, since, load, norm, lr, now - clock, bar, ranks)
+            clock, since = now, {"tokens": 0, "sums": 0}
+        bar.update()
+        if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and not done:
+            keep_best(cfg, model, target, run(), progress, ranks)
+        if (step + 1) % cfg.save_every == 0 or done or signalled:
+            save_state(Path(cfg.out) / "checkpoints", model, optimizer, progress, cfg.keep, ranks)
+            if ranks.rank == 0:
+                save_draft(cfg.out, model, draft_meta(cfg, target))
+        if signalled and not done:
+            bar.close()
+            return stop.signal or "a signal to another rank"
+    bar.close()
+    return None
+
+
+def skip_step(progress, names, cfg, ranks):
+    """Count a step whose loss or gradient is not finite, name its samples; ten in a row are an error."""
+    progress["skipped"] += 1
+    progress["skipped_in_a_row"] += 1
+    append_line(cfg, {"step": int(progress["step"]) + 1, "skipped": names}, ranks)
+    say(f"step {progress['step'] + 1:.0f} skipped, loss or gradient not finite: {', '.join(names[:4])}")
+    if progress["skipped_in_a_row"] >= 10:
+        raise ValueError("ten steps in a row had a loss or gradient that is not finite; the last samples: "
+                         f"{', '.join(names[:4])}. Lower --lr, or remove those samples.")
+
+
+def keep_best(cfg, model, target, result, progress, ranks):
+    say("\n".join(acceptance_table({f"{progress['step']:.0f}": result})))
+    if result["accept_len"] > progress["best"]:
+        progress["best"] = result["accept_len"]
+        if ranks.rank == 0:
+            save_draft(Path(cfg.out) / "best", model, draft_meta(cfg, target))
+
+
+def append_line(cfg, line, ranks):
+    if ranks.rank == 0:
+        with open(Path(cfg.out) / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def log_metrics(cfg, progress, since, load, norm, lr, seconds, bar, ranks):
+    """One line of metrics.jsonl: means over the steps since the last one; and the progress bar's figures."""
+    if not torch.is_tensor(since["sums"]):
+        return
+    ce, kl, right, n, prefix = since["sums"]
+    n = n.clamp(min=1)
+    weight = cfg.decay ** torch.arange(cfg.ttt_length, dtype=torch.float64, device=n.device)
+    loss = (weight / weight.sum() * (cfg.ce_weight * ce + cfg.kl_weight * kl) / n).sum().item()
+    line = {"step": int(progress["step"]), "loss": loss, "ce": (ce / n).tolist(), "kl": (kl / n).tolist(),
+            "acc": (right / n).tolist(), "accept_len": 1 + (prefix / n).sum().item(), "grad_norm": norm, "lr": lr,
+            "tokens_per_second": since["tokens"] / seconds, "top_expert_share": (load.max() / load.sum().clamp(min=1)).item(),
+            "skipped": int(progress["skipped"])}
+    append_line(cfg, line, ranks)
+    bar.set_postfix(loss=f"{loss:.3f}", accept_len=f"{line['accept_len']:.2f}",
+                    tok_s=f"{line['tokens_per_second']:.0f}", refresh=False)
+
+
+# ---- Speculative decoding --------------------------------------------------------------------------------------------
+
+class Decoding(NamedTuple):
+    ids: list        # prompt and everything verified, the last round whole, even past the length limit or the end token
+    n_prompt: int
+    rounds: list     # accepted tokens of each round
+    margins: list    # of each token the first round onwards: the target's best logit and its lead over the second
+    seconds: float
+
+
+class Drafter:
+    """The serving scheme: a growing cache of draft keys for the verified prefix, rewritten from the target's true hidden states
+    after every verification, and one appended key per drafted token."""
+
+    def __init__(self, model, recycle, zero_first_embedding):
+        self.model, self.recycle, self.zero_first = model, recycle, zero_first_embedding
+        self.past_k, self.past_v = [], []
+
+    def rows(self, tokens, hidden, start):
+        """Run rows start.. (token ids of the NEXT positions, hidden states (1, n, C)); returns the last row's n and r."""
+        ids = torch.tensor([tokens], device=hidden.device)
+        positions = torch.arange(start, start + len(tokens), device=hidden.device)[None]
+        embeds = self.model.embed(ids)
+        if self.zero_first:
+            embeds = embeds.masked_fill((positions == 0)[..., None], 0)
+        n, r, self.past_k, self.past_v, _ = self.model(embeds, hidden.to(embeds.dtype), positions, self.past_k, self.past_v,
+                                                       None, attend_decode)
+        return n[:, -1:], r[:, -1:]
+
+    def draft(self, tokens, hidden, start, K):
+        """K greedy draft tokens. `tokens`: the verified ones from position start + 1, hidden: true states from `start`."""
+        self.past_k, self.past_v = ([x[:, :start] for x in past] for past in (self.past_k, self.past_v))
+        drafted, end = [], start + len(tokens)
+        n, r = self.rows(tokens, hidden, start)
+        for k in range(K):
+            drafted.append(self.model.logits(n).argmax(-1).item())
+            if k < K - 1:
+                n, r = self.rows(drafted[-1:], n if self.recycle == "post" else r, end + k)
+        return drafted
+
+
+@torch.no_grad()
+def decode(target, ids, max_new_tokens, drafter=None, K=0, eos=()):
+    """Greedy decoding of `ids` (a list) by the target, with K drafted tokens verified per round (K = 0: plain). Lossless."""
+    from transformers import DynamicCache
+    began, cache, tokens, n_prompt = time.perf_counter(), DynamicCache(config=target.model.config), list(ids), len(ids)
+    rounds, margins, new, hidden, start = [], [], list(ids), None, 0
+    while True:
+        positions = torch.arange(len(tokens) - len(new), len(tokens), device=target.model.device)[None]
+        out = target.model.base_model(torch.tensor([new], device=target.model.device), position_ids=positions,
+                                      use_cache=True, **{target.cache_name: cache}).last_hidden_state.to(target.device)
+        drafted = new[1:] if rounds or hidden is not None else []
+        logits = F.linear(out[0, len(new) - len(drafted) - 1:].to(target.lm_head.dtype), target.lm_head)
+        greedy, n = logits.argmax(-1).tolist(), 0
+        while n < len(drafted) and drafted[n] == greedy[n]:
+            n += 1
+        if hidden is not None:
+            rounds.append(n)
+        for row in logits[:n + 1].float().topk(2).values.tolist():
+            margins.append((row[0], row[0] - row[1]))
+        tokens = tokens[:len(tokens) - len(drafted) + n] + [greedy[n]]
+        cache.crop(n - len(drafted))  # negative: forget the refused ones
+        fresh = greedy[:n + 1] if hidden is not None else [greedy[0]]
+        hidden, first = out[:, :len(new) - len(drafted) + n], start
+        start = len(tokens) - 1
+        if len(tokens) - n_prompt >= max_new_tokens or any(token in eos for token in fresh):
+            return Decoding(tokens, n_prompt, rounds, margins, time.perf_counter() - began)
+        drafted = drafter.draft(tokens[first + 1:], hidden, first, K) if K else []
+        new = tokens[-1:] + drafted
+        tokens = tokens + drafted
+
+
+def trimmed(result, max_new_tokens, eos):
+    """The answer's tokens: cut at the length limit, and before the end token."""
+    answer = result.ids[result.n_prompt:][:max_new_tokens]
+    ends = [i for i, token in enumerate(answer) if token in eos]
+    return answer[:ends[0]] if ends else answer
+
+
+@dataclass
+class GenerateConfig(ModelOptions):
+    draft: str = option(None, "draft directory")
+    prompt: str = option(None, "text to continue")
+    max_new_tokens: int = option(128, "length limit of the answer")
+    chat: bool = option(False, "put the prompt through the tokenizer's chat template")
+    k: int = option(None, "drafted tokens per round; default: the draft's ttt_length")
+
+
+@dataclass
+class EvalConfig(ModelOptions):
+    draft: str = option(None, "draft directory")
+    data: list = option(None, "held-out files, .txt or .jsonl; default: the demo's", type=str)
+    backend: str = option("sdpa", "attention backend", choices=["sdpa", "fa", "auto"], also="--attention-backend")
+    ttt_length: int = option(None, "steps to evaluate; default: the draft's")
+    seq_len: int = option(256, "tokens per row")
+    eval_rows: int = option(32, "rows evaluated")
+    micro_batch_size: int = option(8, "rows per forward pass")
+
+
+def open_draft(cfg, ranks):
+    """(model with its target set, target, config.json of the draft); a target that is not the draft's is refused."""
+    if not cfg.draft:
+        raise ValueError("--draft DIR is required: a directory that training wrote, e.g. runs/demo")
+    model, meta = load_draft(cfg.draft)
+    if not cfg.target and not os.path.isdir(meta["target"]):
+        raise FileNotFoundError(f"the draft's target {meta['target']} is not there any more; give --target DIR")
+    target = open_target(cfg, ranks, cfg.target or meta["target"])
+    if target.sha256 != meta["target_config_sha256"]:
+        raise ValueError(f"the draft was trained for another target: config.json of {target.path} has sha256 "
+                         f"{target.sha256[:12]}.., the draft expects {meta['target_config_sha256'][:12]}..")
+    model.to(ranks.device).set_target(target.embed, target.lm_head)
+    return model, target, meta
+
+
+def evaluate_command(cfg):
+    """`mtp.py eval`: the acceptance table of a draft on held-out text."""
+    ranks = start_ranks(cfg)
+    model, target, meta = open_draft(cfg, ranks)
+    defaults = {f.name: f.default for f in fields(TrainConfig)}
+    cfg = argparse.Namespace(**{**defaults, **meta, **vars(cfg), "ttt_length": cfg.ttt_length or meta["ttt_length"]})
+    samples = read_samples(cfg.data or stdlib_files()[1][::6], target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
+    result = evaluate(model, spread(pack(samples, cfg.seq_len), cfg.eval_rows), target, cfg, ranks,
+                      choose_backend(cfg, ranks, target.lm_head.dtype))
+    say("\n".join(acceptance_table({"draft": result})))
+    say(f"walk acceptance per position: {' '.join(f'{x:.3f}' for x in result['walk'])} ({result['rows']} rows)")
+
+
+def generate_command(cfg):
+    """`mtp.py generate`: speculative and plain greedy decoding of one prompt, compared token for token and in time."""
+    if not cfg.prompt:
+        raise ValueError("--prompt TEXT is required")
+    ranks = start_ranks(argparse.Namespace(**vars(cfg), backend="sdpa"))
+    model, target, meta = open_draft(cfg, ranks)
+    tokenizer, K = target.tokenizer, cfg.k or meta["ttt_length"]
+    if cfg.chat:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": cfg.prompt}], add_generation_prompt=True)["input_ids"]
+    else:
+        ids = tokenizer(cfg.prompt)["input_ids"]
+    room = target.draft_config.max_position_embeddings - K - 1
+    if not 1 <= len(ids) < room:
+        raise ValueError(f"--prompt has {len(ids)} tokens, the target takes 1 to {room - 1}")
+    eos = target.model.generation_config.eos_token_id if target.model.generation_config else None
+    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    length = min(cfg.max_new_tokens, room - len(ids))
+    drafter = Drafter(model, meta["recycle"], meta["zero_first_embedding"])
+    decode(target, ids, 4, eos=eos)  # warm up
+    plain = decode(target, ids, length, eos=eos)
+    fast = decode(target, ids, length, drafter, K, eos)
+    a, b = trimmed(plain, length, eos), trimmed(fast, length, eos)
+    print(tokenizer.decode(ids + b))
+    rounds = max(1, len(fast.rounds))
+    print(f"\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} over {len(fast.rounds)} rounds; accepted per position "
+          + " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K)))
+    print(f"tokens/s: {len(b) / fast.seconds:.1f} drafting, {len(a) / plain.seconds:.1f} plain")
+    same = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
+    if same is None and len(a) == len(b):
+        print("lossless: the same tokens as plain greedy decoding")
+        return
+    top, lead = plain.margins[same if same is not None else min(len(a), len(b))]
+    ulp = 2.0 ** (math.floor(math.log2(max(abs(top), 1e-30))) - (7 if target.lm_head.dtype == torch.bfloat16 else 23))
+    print(f"first divergence from plain greedy decoding at token {same}: its two best logits differ by {lead / ulp:.1f} ulps")
+    if lead > 2 * ulp:
+        raise ValueError("drafted and plain decoding differ by more than rounding: this is a fault, please report it")
+
+
+# ---- Command line ----------------------------------------------------------------------------------------------------
+
+COMMANDS = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate_command),
+            "generate": (GenerateConfig, generate_command)}
+
+
+def parse(kind, arguments, prog):
+    """A config dataclass from flags: one field is default, type and help of its flag."""
+    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description=__doc__ if kind is TrainConfig else COMMANDS_HELP[kind])
+    for f in fields(kind):
+        names = ["--" + f.name.replace("_", "-"), *([f.metadata["also"]] if "also" in f.metadata else [])]
+        text = f.metadata["help"] + ("" if f.default in (None, False) else f" (default {f.default})")
+        if f.type == "bool":
+            parser.add_argument(*names, action="store_true", dest=f.name, help=text)
+        else:
+            parser.add_argument(*names, dest=f.name, default=f.default, help=text, choices=f.metadata.get("choices"),
+                                type={"int": int, "float": float}.get(f.type, str), nargs="+" if f.type == "list" else None)
+    return kind(**vars(parser.parse_args(arguments)))
+
+
+COMMANDS_HELP = {kind: run.__doc__ for kind, run in COMMANDS.values()}
+
+
+def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = arguments[0] if arguments and arguments[0] in COMMANDS else "train"
+    kind, run = COMMANDS[command]
+    cfg = parse(kind, arguments[1:] if arguments[:1] == [command] else arguments, f"mtp.py {command}")
+    try:
+        run(cfg)
+    except (ValueError, OSError) as error:
+        if os.environ.get("MTP_TRACEBACK"):
+            raise
+        print(f"mtp.py: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
