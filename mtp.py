@@ -1056,6 +1056,41 @@ def mtp_prefix(config, names):
     return f"model.layers.{N}."
 
 
+DENSE = ("llama", "mistral", "qwen2", "qwen3")  # targets without an MTP layer; convert.py writes them as MoE models
+
+
+def read_target_config(config, names, n_routed_experts=None, num_experts_per_tok=None, moe_intermediate_size=None,
+                       n_shared_experts=None):
+    """MTPConfig of a target (config dict, tensor names). A MoE target settles it; for a dense one the sizes can be given.
+
+    Shared experts as wide as the dense MLP: convert.py makes the last MLP of the target a shared expert."""
+    family, sizes = config.get("model_type"), (n_routed_experts, num_experts_per_tok, moe_intermediate_size, n_shared_experts)
+    if family not in DENSE:
+        if any(sizes):
+            raise ValueError(f"--n-routed-experts, --num-experts-per-tok, --moe-intermediate-size and --n-shared-experts are "
+                             f"for dense targets ({', '.join(DENSE)}); a {family} target's draft has the target's own sizes")
+        return MTPConfig.from_hf(config, names)
+    window = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
+    if window or "sliding_attention" in (config.get("layer_types") or []):
+        raise ValueError(f"the {family} target has sliding-window attention (sliding_window {config.get('sliding_window')}), "
+                         "which neither the draft nor its serving layouts have; full attention is needed")
+    if any(name.endswith("o_proj.bias") for name in names):
+        raise ValueError(f"the {family} target has o_proj biases, which no serving layout of a draft has")
+    width, F, shared = config["intermediate_size"], moe_intermediate_size, n_shared_experts
+    shared = shared or (max(1, width // F) if F else next(n for n in (4, 2, 1) if width % (32 * n) == 0 or n == 1))
+    F = F or width // shared
+    if shared * F != width:
+        raise ValueError(f"--n-shared-experts {shared} times --moe-intermediate-size {F} must be the dense target's "
+                         f"intermediate_size {width}")
+    H = config["num_attention_heads"]
+    config = {"num_key_value_heads": H, "rms_norm_eps": 1e-6, **config, "model_type": "glm4_moe", "n_shared_experts": shared,
+              "partial_rotary_factor": 1.0, "n_routed_experts": n_routed_experts or 8, "moe_intermediate_size": F,
+              "num_experts_per_tok": num_experts_per_tok or 2,
+              "use_qk_norm": any(name.endswith("q_norm.weight") for name in names),
+              "attention_bias": any(name.endswith("q_proj.bias") for name in names)}
+    return replace(MTPConfig.from_hf(config), model_type=family)
+
+
 @torch.no_grad()
 def warm_start(model, checkpoint, family, prefix):
     """Copy the target's own MTP layer into `model`. Strict: raises ValueError listing what is missing or misshapen."""
@@ -1140,7 +1175,7 @@ def load_draft(path):
 class Target:
     """A frozen Hugging Face causal LM: the source of hidden states, embedding, lm_head, and the verifier of drafts."""
 
-    def __init__(self, path, *, dtype="auto", device="cpu", device_map=None, trust_remote_code=False):
+    def __init__(self, path, *, dtype="auto", device="cpu", device_map=None, trust_remote_code=False, sizes={}):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
         logging.disable_progress_bar()
@@ -1148,7 +1183,7 @@ class Target:
         raw = (self.path / "config.json").read_bytes()
         self.config, self.sha256 = json.loads(raw), hashlib.sha256(raw).hexdigest()
         self.checkpoint = Checkpoint(self.path)
-        self.draft_config = MTPConfig.from_hf(self.config, self.checkpoint.files)  # before hours of loading
+        self.draft_config = read_target_config(self.config, self.checkpoint.files, **sizes)  # before hours of loading
         options = dict(trust_remote_code=trust_remote_code, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -1602,7 +1637,7 @@ def option(default, help, **more):
 
 @dataclass
 class ModelOptions:
-    target: str = option(None, "HF checkpoint directory or hub id (glm4_moe, hy_v3); default: the demo target")
+    target: str = option(None, "HF checkpoint directory or hub id (glm4_moe, hy_v3; llama, mistral, qwen2, qwen3); default: the demo target")
     dtype: str = option("auto", "dtype the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
     target_device_map: str = option(None, "passed to transformers as device_map, e.g. auto, for large targets")
@@ -1619,6 +1654,10 @@ class TrainConfig(ModelOptions):
     backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp = fa, row split over all ranks; "
                           "auto = fa where it runs", choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
     ttt_length: int = option(3, "K: draft steps trained per row")
+    n_routed_experts: int = option(None, "dense target: E, experts of its draft (default 8)")
+    num_experts_per_tok: int = option(None, "dense target: A, experts per token (default 2)")
+    moe_intermediate_size: int = option(None, "dense target: F, expert width (default intermediate_size / n_shared_experts)")
+    n_shared_experts: int = option(None, "dense target: shared experts, times F = intermediate_size (default 4)")
     recycle: str = option("post", "hidden state fed to the next step: post (after the final norm) or pre; README, Serving",
                           choices=["post", "pre"])
     zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
@@ -1860,7 +1899,9 @@ def open_target(cfg, ranks, path=None):
     path = path or cfg.target or open_demo(ranks)
     dtype = cfg.dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     return Target(path, dtype=dtype, device=ranks.device, device_map=cfg.target_device_map,
-                  trust_remote_code=cfg.trust_remote_code)
+                  trust_remote_code=cfg.trust_remote_code,
+                  sizes={name: getattr(cfg, name, None) for name in ("n_routed_experts", "num_experts_per_tok",
+                                                                     "moe_intermediate_size", "n_shared_experts")})
 
 
 def train(cfg):
