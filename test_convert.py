@@ -1,0 +1,329 @@
+"""Tests of convert.py: round trips, checks, and (marked `serve`) real engines. Run with pytest; -m serve needs vLLM."""
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import convert
+import mtp
+
+
+def randomise(module, seed, std=0.08):
+    """Matrices normal(0, std), norm weights in 0.5..1.5 (so that pre and post differ), router bias small."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, t in [*module.named_parameters(), *module.named_buffers()]:
+            if t.dim() > 1:
+                t.normal_(0, std, generator=g)
+            elif name.endswith("norm.weight"):
+                t.uniform_(0.5, 1.5, generator=g)
+            else:
+                t.normal_(0, 0.1, generator=g)
+    return module
+
+
+def tiny_config(family, N=2, **more):
+    """config.json of a tiny target: a dense first layer, MoE after."""
+    same = dict(model_type=family, vocab_size=96, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+                head_dim=32, num_experts_per_tok=2, rms_norm_eps=1e-5, hidden_act="silu", intermediate_size=96,
+                num_hidden_layers=N, max_position_embeddings=256, tie_word_embeddings=False, attention_bias=False,
+                num_nextn_predict_layers=1, initializer_range=0.02, dtype="float32", first_k_dense_replace=1,
+                moe_intermediate_size=32)
+    if family == "glm4_moe":
+        same |= dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=4, n_shared_experts=1, use_qk_norm=True,
+                     norm_topk_prob=True, routed_scaling_factor=1.5, n_group=1, topk_group=1,
+                     rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))
+    elif family == "hy_v3":
+        same |= dict(architectures=["HYV3ForCausalLM"], num_experts=4, num_shared_experts=1, expert_hidden_dim=32,
+                     router_scaling_factor=1.5, qk_norm=True, route_norm=True, enable_moe_fp32_combine=False,
+                     rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    return same | more
+
+
+def tiny_target(path, family, dtype=torch.float32, native=1, shards=1, seed=0, embed_std=1.0, config=None, **more):
+    """A random checkpoint of a family with `native` MTP layers, in `shards` files; router weight and bias fp32."""
+    config = config or tiny_config(family, **more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shape, N = mtp.MTPConfig.from_hf(config), config["num_hidden_layers"]
+    state, C, V = {}, config["hidden_size"], config["vocab_size"]
+    for i in range(N + native):
+        layer = mtp.MTP(shape) if i >= N else mtp.DecoderLayer(shape, config["intermediate_size"] if i == 0 else None)
+        randomise(layer, seed * 1000 + i)
+        state |= {k: t.clone() for k, t in mtp.native_views(layer.state_dict(), family, f"model.layers.{i}.")}
+    g = torch.Generator().manual_seed(seed * 1000 + 999)
+    state |= {"model.embed_tokens.weight": torch.randn(V, C, generator=g) * embed_std,
+              "model.norm.weight": 0.5 + torch.rand(C, generator=g), "lm_head.weight": torch.randn(V, C, generator=g)}
+    state = {k: t if "router.gate" in k or "mlp.gate." in k or k.endswith("expert_bias") else t.to(dtype)
+             for k, t in state.items()}
+    write_checkpoint(path, state, config, shards)
+    return Path(path)
+
+
+def write_checkpoint(path, state, config, shards=1):
+    path = Path(path)
+    path.mkdir(parents=True)
+    names = sorted(state)
+    if shards == 1:
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    else:
+        where = {name: f"model-{i * shards // len(names) + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+        for file in set(where.values()):
+            save_file({n: state[n] for n in names if where[n] == file}, path / file, metadata={"format": "pt"})
+        (path / convert.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (path / "config.json").write_text(json.dumps(config, indent=4))
+    (path / "tokenizer_config.json").write_text("{}")
+    (path / "generation_config.json").write_text('{"eos_token_id": 1}')
+
+
+def draft_of(target, path, recycle="post", zero=False, K=3, seed=7, model=None):
+    """A draft directory for a target: random, or the given model."""
+    config, names = json.loads((target / "config.json").read_text()), mtp.Checkpoint(target).files
+    if model is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = mtp.MTP(mtp.read_target_config(config, names))
+        randomise(model, seed)
+    sha = hashlib.sha256((target / "config.json").read_bytes()).hexdigest()
+    mtp.save_draft(path, model, dict(ttt_length=K, recycle=recycle, zero_first_embedding=zero, target=str(target),
+                                     target_config_sha256=sha))
+    return path
+
+
+def tensors(folder):
+    """All tensors of a checkpoint directory, through its index where it has one."""
+    files = mtp.Checkpoint(folder).files
+    return {name: t for file in set(files.values()) for name, t in load_file(Path(folder) / file).items()
+            if files.get(name) == file}
+
+
+def same_tensors(a, b):
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+def warm(target, dtype):
+    """The draft that a warm start from a target gives."""
+    config, checkpoint = json.loads((target / "config.json").read_text()), mtp.Checkpoint(target)
+    model = mtp.MTP(mtp.read_target_config(config, checkpoint.files)).to(dtype)
+    mtp.warm_start(model, checkpoint, config["model_type"], mtp.mtp_prefix(config, checkpoint.files))
+    return model
+
+
+def run(*arguments, expect=0):
+    code = convert.main([str(a) for a in arguments])
+    assert code == expect, f"convert.py exits with {code}"
+
+
+# ---- Round trips -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_convert_of_warm_start_is_the_identity(tmp_path, family, shards):
+    source = tiny_target(tmp_path / "target", family, torch.bfloat16, shards=shards)
+    draft_of(source, tmp_path / "draft", model=warm(source, torch.bfloat16))
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    same_tensors(tensors(tmp_path / "out"), tensors(source))
+    index = json.loads((tmp_path / "out" / convert.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(source).values())
+    assert (tmp_path / "out/config.json").read_bytes() == (source / "config.json").read_bytes()
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+@pytest.mark.parametrize("native", [0, 1, 2])
+def test_warm_start_from_out_gives_the_draft(tmp_path, family, native):
+    source = tiny_target(tmp_path / "target", family, torch.bfloat16, native=native, shards=2)
+    draft_of(source, tmp_path / "draft")
+    model, _ = mtp.load_draft(tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    again = warm(tmp_path / "out", torch.bfloat16).state_dict()
+    for name, tensor in model.to(torch.bfloat16).state_dict().items():
+        assert torch.equal(again[name], tensor), name  # the router stays fp32 in both
+    assert again["mlp.gate.weight"].dtype == torch.float32
+    found = tensors(tmp_path / "out")
+    assert not [name for name in found if convert.layer_number(name) > 2]
+    for name, tensor in tensors(source).items():  # nothing else changed
+        if convert.layer_number(name) < 2:
+            assert torch.equal(tensor, found[name]) and tensor.dtype == found[name].dtype
+
+
+def test_shards_are_linked_unless_their_keys_change(tmp_path):
+    source = tiny_target(tmp_path / "target", "glm4_moe", native=0, shards=2)
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    for file in source.glob("*.safetensors"):
+        assert (tmp_path / "out" / file.name).samefile(file)
+    native = tiny_target(tmp_path / "native", "glm4_moe", native=1, shards=4)
+    before = {f.name: f.read_bytes() for f in native.iterdir()}
+    draft_of(native, tmp_path / "draft2")
+    run(tmp_path / "draft2", "--out", tmp_path / "out2")
+    linked = [f.name for f in native.glob("*.safetensors") if (tmp_path / "out2" / f.name).exists()
+              and (tmp_path / "out2" / f.name).samefile(f)]
+    assert 1 <= len(linked) < 4
+    assert before == {f.name: f.read_bytes() for f in native.iterdir()}, "the source was written to"
+
+
+def test_optional_copies_are_carried_and_stale_keys_are_not(tmp_path):
+    source = tiny_target(tmp_path / "target", "glm4_moe", native=2)
+    state, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    copies = {f"model.layers.{i}.{name}": torch.randn(96, 64) for i in (2, 3) for name in convert.OPTIONAL}
+    shutil.rmtree(source)
+    write_checkpoint(source, state | copies | {"model.layers.2.self_attn.stale.weight": torch.ones(2)}, config)
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    found = tensors(tmp_path / "out")
+    assert "model.layers.2.self_attn.stale.weight" not in found
+    assert not [name for name in found if name.startswith("model.layers.3.")]
+    for name in convert.OPTIONAL:
+        assert torch.equal(found[f"model.layers.2.{name}"], copies[f"model.layers.2.{name}"])
+
+
+def test_config_text_is_kept(tmp_path):
+    odd = '{\n\t"model_type" : "x",  "n": {"num_nextn_predict_layers": 3},\n "theta": 1.0E+4,\n\t"num_nextn_predict_layers"  : 3}\n'
+    edited = convert.set_key(odd, "num_nextn_predict_layers", 1)
+    assert edited == odd.replace("layers\"  : 3", "layers\"  : 1")
+    added = convert.set_key('{\n    "a": 1.50\n}\n', "num_nextn_predict_layers", 1)
+    assert added == '{\n    "a": 1.50,\n    "num_nextn_predict_layers": 1\n}\n'
+    assert json.loads(convert.set_key("{}", "b", True)) == {"b": True}
+    assert json.loads(convert.set_key('{"a": [1, 2]}', "a", [3])) == {"a": [3]}
+
+
+def test_hy_v3_config_gets_the_keys_that_vllm_reads(tmp_path):
+    config = tiny_config("hy_v3", N=3)
+    for key in ("qk_norm", "route_norm", "first_k_dense_replace", "expert_hidden_dim"):
+        del config[key]
+    config |= dict(mlp_layer_types=["dense", "sparse", "sparse"], num_nextn_predict_layers=2)
+    source = tiny_target(tmp_path / "target", "hy_v3", config=config, native=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        draft_of(source, tmp_path / "draft")
+        run(tmp_path / "draft", "--out", tmp_path / "out")
+    found = json.loads((tmp_path / "out/config.json").read_text())
+    assert found == config | dict(qk_norm=True, route_norm=True, first_k_dense_replace=1, expert_hidden_dim=32,
+                                  num_nextn_predict_layers=1)
+
+
+def test_draft_only_and_dry_run(tmp_path, capsys):
+    source = tiny_target(tmp_path / "target", "glm4_moe")
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--dry-run", "--out", tmp_path / "out")
+    lines = capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "out").exists()
+    listed = {line.split()[1]: line.split()[0] for line in lines if line.split()[1].endswith(("weight", "_bias"))}
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    assert listed == mtp.Checkpoint(tmp_path / "out").files
+    run(tmp_path / "draft", "--draft-only", "--out", tmp_path / "only")
+    full, only = tensors(tmp_path / "out"), tensors(tmp_path / "only")
+    same_tensors(only, {name: t for name, t in full.items() if name.startswith("model.layers.2.")})
+    assert len(list((tmp_path / "only").glob("*.safetensors"))) == 1
+    run("--check", tmp_path / "only")
+
+
+# ---- Refusals and failures -------------------------------------------------------------------------------------------
+
+def test_refusals_name_the_remedy(tmp_path, capsys):
+    source = tiny_target(tmp_path / "target", "glm4_moe")
+    draft_of(source, tmp_path / "draft")
+    other = tiny_target(tmp_path / "other", "glm4_moe", rms_norm_eps=1e-6)
+    cases = [((tmp_path / "draft", "--out", tmp_path / "draft"), "overwrite"),
+             ((tmp_path / "draft", "--out", source, "--force"), "overwrite"),
+             ((tmp_path / "draft", "--out", tmp_path / "o", "--target", other), "trained for another target"),
+             ((tmp_path / "draft", "--out", tmp_path / "o", "--target", tmp_path / "nowhere"), "no directory"),
+             ((tmp_path / "draft", "--out", tmp_path / "o", "--layout", "hy_v3"), "leave --layout out"),
+             ((source, "--out", tmp_path / "o"), "not a draft's"), ((), "give a draft directory")]
+    for arguments, message in cases:
+        run(*arguments, expect=2)
+        assert message in capsys.readouterr().err
+    (tmp_path / "there").mkdir()
+    run(tmp_path / "draft", "--out", tmp_path / "there", expect=2)
+    assert "--force" in capsys.readouterr().err
+    run(tmp_path / "draft", "--out", tmp_path / "there", "--force")
+    assert (tmp_path / "there/config.json").exists()
+
+
+def test_a_failed_run_leaves_nothing(tmp_path, monkeypatch):
+    source = tiny_target(tmp_path / "target", "glm4_moe")
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "good")
+    before = {f.name: f.read_bytes() for f in (tmp_path / "good").iterdir()}
+
+    def full(*_):
+        raise OSError("no space left on device")
+    monkeypatch.setattr(convert, "save_shard", full)
+    for out in ("new", "good"):
+        run(tmp_path / "draft", "--out", tmp_path / out, "--force", expect=2)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["draft", "good", "target"]
+    assert before == {f.name: f.read_bytes() for f in (tmp_path / "good").iterdir()}
+
+
+@pytest.mark.parametrize("mutation, message", [
+    ("missing", "is missing"), ("unindexed", "the index says nothing"), ("fused", "one tensor per expert"),
+    ("extra head", "belongs to no MTP layer"), ("shape", "has shape"), ("nan", "nan or inf"), ("cut", "cut short"),
+    ("lost shard", "does not exist"), ("layers", "num_nextn_predict_layers"), ("stack", "model.layers.1.mlp")])
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+def test_check_finds(tmp_path, capsys, family, mutation, message):
+    source = tiny_target(tmp_path / "target", family, native=0, shards=2)
+    draft_of(source, tmp_path / "draft")
+    out = tmp_path / "out"
+    run(tmp_path / "draft", "--out", out)
+    run("--check", out)
+    shard, index = out / convert.SHARD, json.loads((out / convert.INDEX).read_text())
+    files, layer = index["weight_map"], load_file(shard)
+    name = "model.layers.2.self_attn.k_proj.weight"
+    if mutation == "missing":
+        del layer[name], files[name]
+    elif mutation == "unindexed":
+        del files[name]
+    elif mutation == "fused":
+        experts = sorted(n for n in layer if ".experts." in n)
+        for n in experts:
+            del layer[n], files[n]
+        layer["model.layers.2.mlp.experts.gate_up_proj"] = torch.zeros(4, 64, 64)
+        files["model.layers.2.mlp.experts.gate_up_proj"] = convert.SHARD
+    elif mutation == "extra head":
+        layer["model.layers.3.enorm.weight"] = torch.ones(64)
+        files["model.layers.3.enorm.weight"] = convert.SHARD
+    elif mutation == "shape":
+        layer[name] = layer[name][:-1].clone()
+    elif mutation == "nan":
+        layer[name][0, 0] = float("nan")
+    elif mutation == "stack":
+        victim = next(n for n in files if n.startswith("model.layers.1.mlp.experts"))
+        del files[victim]
+    elif mutation == "layers":
+        (out / "config.json").write_text((out / "config.json").read_text().replace('layers": 1', 'layers": 0'))
+    if mutation == "lost shard":
+        shard.unlink()
+    else:
+        save_file(layer, shard, metadata={"format": "pt"})
+    if mutation == "cut":
+        shard.write_bytes(shard.read_bytes()[:-8])
+    (out / convert.INDEX).write_text(json.dumps(index))
+    capsys.readouterr()
+    run("--check", out, expect=1)
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family, recycle, zero, engine", [
+    ("glm4_moe", "pre", True, "exact for vLLM"), ("glm4_moe", "post", False, "exact for SGLang and transformers"),
+    ("hy_v3", "post", True, "exact for vLLM"), ("hy_v3", "post", False, "exact for SGLang"),
+    ("hy_v3", "pre", True, "exact for no engine")])
+def test_check_names_the_engine(tmp_path, capsys, family, recycle, zero, engine):
+    source = tiny_target(tmp_path / "target", family)
+    draft_of(source, tmp_path / "draft", recycle, zero)
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    capsys.readouterr()
+    run("--check", tmp_path / "out")
+    assert engine in capsys.readouterr().out
