@@ -979,6 +979,9 @@ LAYOUTS = {
     "glm4_moe": {},
     "hy_v3": {"shared_head.norm.": "final_layernorm.", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
               "mlp.gate.weight": "mlp.router.gate.weight", "mlp.shared_experts.": "mlp.shared_mlp."},
+    "bailing_moe_v2": {"shared_head.norm.": "final_layernorm.", "self_attn.o_proj": "attention.dense",
+                       "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+                       "self_attn.": "attention.", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"},
 }
 SCALES = (".weight_scale_inv", ".weight_scale")
 
@@ -1016,8 +1019,13 @@ class Checkpoint:
         else:
             raise FileNotFoundError(f"{path} has neither model.safetensors nor model.safetensors.index.json; only "
                                     "safetensors checkpoints are read")
-        quantised = json.loads((self.path / "config.json").read_text()).get("quantization_config") or {}
-        self.block = quantised.get("weight_block_size")
+        config = json.loads((self.path / "config.json").read_text())
+        self.block = (config.get("quantization_config") or {}).get("weight_block_size")
+        self.parts = {}  # bailing_moe_v2 keeps q, k, v in one tensor: name of a part -> (stored name, its share of the rows)
+        G, H = config.get("num_key_value_heads", 1), config.get("num_attention_heads", 1)
+        for stored in [name for name in self.files if ".attention.query_key_value." in name]:
+            for i, part in enumerate("qkv"):
+                self.parts[stored.replace("query_key_value", f"{part}_proj")] = stored, [H, G, G], i
 
     def _raw(self, name):
         from safetensors import safe_open
@@ -1025,6 +1033,10 @@ class Checkpoint:
             return file.get_tensor(name)
 
     def read(self, name):
+        if name in self.parts:
+            stored, heads, i = self.parts[name]
+            tensor = self.read(stored)
+            return tensor.split([n * (len(tensor) // sum(heads)) for n in heads])[i]
         tensor, stem = self._raw(name), name.removesuffix(".weight")
         scales = [other for other in self.files if other.startswith(stem + ".") and "scale" in other[len(stem):]]
         if tensor.dtype.itemsize > 1 and not scales:
@@ -1065,11 +1077,21 @@ def read_target_config(config, names, n_routed_experts=None, num_experts_per_tok
 
     Shared experts as wide as the dense MLP: convert.py makes the last MLP of the target a shared expert."""
     family, sizes = config.get("model_type"), (n_routed_experts, num_experts_per_tok, moe_intermediate_size, n_shared_experts)
+    if family == "bailing_moe_v2":
+        odd = {key: config[key] for key, usual in (("use_bias", False), ("score_function", "sigmoid"),
+               ("moe_shared_expert_intermediate_size", config["moe_intermediate_size"])) if config.get(key) not in (None, usual)}
+        if odd:
+            raise ValueError(f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
+        rotary = read_rope(config)[1]
+        config = {**config, "model_type": "glm4_moe", "n_routed_experts": config["num_experts"],
+                  "n_shared_experts": config.get("num_shared_experts") or 0, "n_group": config.get("n_group") or 1,
+                  "topk_group": config.get("topk_group") or 1, "attention_bias": bool(config.get("use_qkv_bias")),
+                  "partial_rotary_factor": 1.0 if rotary is None else rotary}
     if family not in DENSE:
         if any(sizes):
             raise ValueError(f"--n-routed-experts, --num-experts-per-tok, --moe-intermediate-size and --n-shared-experts are "
                              f"for dense targets ({', '.join(DENSE)}); a {family} target's draft has the target's own sizes")
-        return MTPConfig.from_hf(config, names)
+        return replace(MTPConfig.from_hf(config, names), model_type=family)
     window = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
     if window or "sliding_attention" in (config.get("layer_types") or []):
         raise ValueError(f"the {family} target has sliding-window attention (sliding_window {config.get('sliding_window')}), "
@@ -1096,7 +1118,7 @@ def warm_start(model, checkpoint, family, prefix):
     """Copy the target's own MTP layer into `model`. Strict: raises ValueError listing what is missing or misshapen."""
     wrong = []
     for name, view in native_views(model.state_dict(), family, prefix):
-        if name not in checkpoint.files:
+        if name not in checkpoint.files and name not in checkpoint.parts:
             wrong.append(f"{name} is missing")
             continue
         tensor = checkpoint.read(name)
