@@ -1,19 +1,19 @@
 """convert.py - put a trained draft into the checkpoint that serving engines load, and check such checkpoints.
 
-      python convert.py DRAFT --out OUT                   a complete serving directory: target plus draft
+      python convert.py DRAFT --out OUT                   a serving directory: the target with the draft in it
       python convert.py DRAFT --out OUT --layout hy_v3    the same for a dense target (Llama, Mistral, Qwen2, Qwen3)
       python convert.py DRAFT --out OUT --draft-only      the draft's layer alone
       python convert.py DRAFT --out OUT --dry-run         list every key, shape, dtype and file; write nothing
       python convert.py --check OUT                       is every key there, indexed, of the right shape, finite?
 
-OUT holds the target's shards (hard links; a shard is rewritten only if keys in it change), the draft as layer N =
-num_hidden_layers in a shard of its own, an index of all keys, the target's config.json with num_nextn_predict_layers = 1,
-and its tokenizer files. It appears complete or not at all. The way back needs no command: `mtp.py --target OUT` starts
-from the layer in OUT.
+OUT holds the target's shards (hard links, so edit neither; a shard is rewritten only if keys in it change), the draft as
+layer N = num_hidden_layers in a shard of its own, an index of all keys, the target's config.json with
+num_nextn_predict_layers = 1, and its tokenizer files. It appears complete or not at all. The way back needs no
+command: `mtp.py --target OUT` starts from the layer in OUT.
 
-Engines load such directories without complaint if keys are missing, fused or not in the index, and then draft garbage. So
-OUT is checked before it appears. A draft is only exact for an engine that feeds back what it was trained with; the setting
-is kept in the draft's shard (safetensors metadata) and --check says which engine that is.
+Engines load checkpoints with missing, fused or un-indexed draft tensors without a word and then draft garbage, so OUT
+is checked before it appears. A draft is exact only for an engine that feeds back what it was trained with: the setting
+is kept in the draft's shard (safetensors metadata), and --check says which engine that is.
 """
 from __future__ import annotations
 
@@ -30,14 +30,19 @@ from typing import NamedTuple
 
 import torch
 
-from mtp import (DENSE, MTP, Checkpoint, atomic, find_target, load_draft, mtp_prefix, native_views, read_target_config)
+from mtp import (DENSE, MTP, SCALES, Checkpoint, atomic, find_target, load_draft, mtp_prefix, native_views,
+                 read_target_config)
 
 SHARD, INDEX = "model-mtp.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # copies in layer N that every engine replaces by the main ones
-WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+CODES = {"F8_E4M3": (torch.float8_e4m3fn, 448.0), "I8": (torch.int8, 127.0)}  # and the largest value
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {dtype: name for name, (dtype, _) in CODES.items()}
+ROUTER = ("mlp.gate.weight", "mlp.router.gate.weight", "expert_bias", "e_score_correction_bias")
+OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # in layer N; every engine uses the main ones instead
+WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+HY_V3 = ("qk_norm", "route_norm", "first_k_dense_replace", "expert_hidden_dim")  # vLLM's, unknown to transformers
 
-# (layout, recycle, zero_first_embedding) -> engines whose drafting is exactly what the draft was trained for.
+# (layout, recycle, zero_first_embedding) -> engines that draft exactly as the draft was trained.
 EXACT = {("glm4_moe", "pre", True): "vLLM", ("glm4_moe", "post", False): "SGLang and transformers",
          ("hy_v3", "post", True): "vLLM", ("hy_v3", "post", False): "SGLang",
          ("bailing_moe_v2", "post", False): "SGLang"}
@@ -53,7 +58,7 @@ class Entry(NamedTuple):
 
 
 def read_header(path):
-    """({name: Entry}, metadata) of a safetensors file, without reading a tensor. ValueError if it is cut short."""
+    """({name: Entry}, metadata) of a safetensors file, no tensor read. Raises ValueError if it is cut short."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -66,19 +71,17 @@ def read_header(path):
 
 
 def set_key(text, key, value):
-    """A JSON object's text with one top-level key set; all else keeps its bytes."""
-    wanted = {**json.loads(text), key: value}
-    new = json.dumps(value)
-    for found in re.finditer(rf'("{re.escape(key)}"\s*:\s*)(null|true|false|[-+.\w]+|"[^"]*")', text):
-        edited = text[:found.start(2)] + new + text[found.end(2):]
-        if json.loads(edited) == wanted:
+    """A JSON object's text with one top-level key set; all else keeps its bytes where the value is a scalar."""
+    wanted, new = {**json.loads(text), key: value}, json.dumps(value)
+    for found in re.finditer(rf'"{re.escape(key)}"\s*:\s*(null|true|false|[-+.\w]+|"[^"]*")', text):
+        edited = text[:found.start(1)] + new + text[found.end(1):]
+        if json.loads(edited) == wanted:  # and not a key of that name further inside
             return edited
-    if key in json.loads(text):  # a list or an object: that part is written anew
+    if key in json.loads(text):
         return json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
     body, tail = text.rstrip()[:-1].rstrip(), text[len(text.rstrip()):]
     indent = re.search(r"\n([ \t]*)\"", text)
-    comma = "" if body.endswith("{") else ","
-    return f'{body}{comma}\n{indent[1] if indent else "  "}"{key}": {new}\n}}{tail}'
+    return f'{body}{"" if body.endswith("{") else ","}\n{indent[1] if indent else "  "}"{key}": {new}\n}}{tail}'
 
 
 def layer_number(name):
@@ -97,59 +100,198 @@ def link_or_copy(source, target):
 
 def save_shard(path, tensors, metadata):
     from safetensors.torch import save_file
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path,
-              metadata={"format": "pt", **metadata})
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt", **metadata})
 
 
-# ---- The draft's layer under the names of a layout -------------------------------------------------------------------
+# ---- What a configuration implies -------------------------------------------------------------------------------------
 
 def layer_tensors(state, layout, prefix):
-    """{checkpoint name: tensor} of a draft's state_dict in a layout, experts unfused."""
-    return dict(native_views(state, layout, prefix))
+    """{checkpoint name: tensor} of a draft's state_dict in a layout: experts unfused, bailing's q, k, v fused."""
+    found = dict(native_views(state, layout, prefix))
+    for kind in ("weight", "bias"):
+        parts = [f"{prefix}attention.{part}_proj.{kind}" for part in "qkv"]
+        if parts[0] in found:
+            found[f"{prefix}attention.query_key_value.{kind}"] = torch.cat([found.pop(part) for part in parts])
+    return found
 
 
-def expected_layer(config, layout, prefix):
-    """{checkpoint name: shape} that an MTPConfig implies."""
+def expected_layer(config, names, prefix):
+    """{checkpoint name: shape} of the MTP layer that a config.json (and, for gaps in it, tensor names) implies."""
     with torch.device("meta"):
-        state = MTP(config).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in layer_tensors(state, layout, prefix).items()}
+        state = MTP(read_target_config(config, names)).state_dict()
+    return {name: tuple(t.shape) for name, t in layer_tensors(state, config["model_type"], prefix).items()}
+
+
+def expected_stack(config, names):
+    """{name: shape} of the main model that a config.json implies."""
+    C, V, width = (config[key] for key in ("hidden_size", "vocab_size", "intermediate_size"))
+    layer = {name: shape for name, shape in expected_layer(config, names, "").items()
+             if name.startswith(("self_attn.", "attention.", "mlp.", "input_", "post_"))}
+    mlp = {"mlp.gate_proj.weight": (width, C), "mlp.up_proj.weight": (width, C), "mlp.down_proj.weight": (C, width)}
+    dense = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | mlp
+    embed = "word_embeddings" if config["model_type"] == "bailing_moe_v2" else "embed_tokens"
+    expected = {f"model.{embed}.weight": (V, C), "model.norm.weight": (C,)}
+    if not config.get("tie_word_embeddings"):
+        expected["lm_head.weight"] = (V, C)
+    for i in range(config["num_hidden_layers"]):
+        part = dense if i < config.get("first_k_dense_replace", 1) else layer
+        expected |= {f"model.layers.{i}.{name}": shape for name, shape in part.items()}
+    return expected
 
 
 # ---- The source ------------------------------------------------------------------------------------------------------
 
 class Source:
-    """A target directory: its config (dict and text), tensors' headers, and the draft layer's configuration."""
+    """A target directory: its config (dict and text) and its tensors' headers."""
 
     def __init__(self, path):
-        self.path = Path(path)
-        self.checkpoint = Checkpoint(path)
+        self.path, self.checkpoint, self.entries = Path(path), Checkpoint(path), {}
         raw = (self.path / "config.json").read_bytes()
-        self.text, self.sha256 = raw.decode(), hashlib.sha256(raw).hexdigest()
-        self.config = json.loads(self.text)
+        self.text, self.sha256, self.config = raw.decode(), hashlib.sha256(raw).hexdigest(), json.loads(raw)
         self.family, self.N = self.config["model_type"], self.config["num_hidden_layers"]
-        self.prefix = f"model.layers.{self.N}."
-        self.entries = {}
-        for file in sorted(set(self.checkpoint.files.values())):
-            found, _ = read_header(self.path / file)
-            self.entries |= {name: entry for name, entry in found.items() if self.checkpoint.files.get(name) == file}
-        lost = sorted(self.checkpoint.files.keys() - self.entries.keys())
+        self.prefix, files = f"model.layers.{self.N}.", self.checkpoint.files
+        for file in sorted(set(files.values())):
+            found = read_header(self.path / file)[0]
+            self.entries |= {name: entry for name, entry in found.items() if files.get(name) == file}
+        lost = sorted(files.keys() - self.entries.keys())
         if lost:
             raise ValueError(f"{path}: the index names tensors that their files lack: {', '.join(lost[:5])}")
         mtp_prefix(self.config, self.entries)  # warns of a second MTP layer
 
-    def dtype(self, name, default):
-        """dtype of a tensor of layer N: its own in the source, else that of its like in layer N - 1, else `default`."""
-        for at in (name, name.replace(self.prefix, f"model.layers.{self.N - 1}.")):
-            if at in self.entries and self.entries[at].dtype in DTYPES:
+    def likes(self, name):
+        """Tensors that show how one of layer N is stored here: itself, else its like in layer N - 1."""
+        return [at for at in (name, name.replace(self.prefix, f"model.layers.{self.N - 1}."))
+                if at in self.entries]
+
+    def dtype(self, name, tensor):
+        """dtype to write a tensor of layer N in: its likes', else for the router its own, else the embedding's."""
+        embed = [at for at in self.entries if at.endswith(("embed_tokens.weight", "word_embeddings.weight"))]
+        for at in self.likes(name) + ([] if name.endswith(ROUTER) else embed):
+            if self.entries[at].dtype in DTYPES:
                 return DTYPES[self.entries[at].dtype]
-        return default
+        return tensor.dtype
+
+
+def native_config(source):
+    """Text of OUT/config.json for a family with an MTP layer of its own: the source's, edited."""
+    text, config = set_key(source.text, "num_nextn_predict_layers", 1), source.config
+    if source.family != "hy_v3":
+        return text
+    kinds = config.get("mlp_layer_types") or ["dense"]
+    dense = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+    if "dense" in kinds[dense:]:
+        raise ValueError(f"mlp_layer_types of {source.path} has dense layers after sparse ones; engines read "
+                         "first_k_dense_replace, which cannot say that")
+    qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in source.entries)
+    for key, value in zip(HY_V3, (qk_norm, True, dense, config.get("moe_intermediate_size"))):
+        text = text if config.get(key) is not None else set_key(text, key, value)
+    return text
+
+
+# ---- Dense targets as MoE models --------------------------------------------------------------------------------------
+# A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want one MoE layer or more in the
+# main stack: the last MLP becomes a shared expert (weight 1, no gate) beside routed experts of zeros, which add nothing.
+
+def dense_config(source, draft, layout):
+    """Text of OUT/config.json for a dense source and its draft's MTPConfig."""
+    if "quantization_config" in source.config:
+        raise ValueError(f"the dense target {source.path} is quantised; its layers can only be rewritten plain: "
+                         "de-quantise it first")
+    if layout == "hy_v3" and draft.attention_bias:
+        raise ValueError(f"hy_v3 has no q, k, v biases, this {source.family} target has; give --layout glm4_moe")
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "dtype",
+            "torch_dtype", "hidden_act", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    same = ("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range", "attention_bias", "rope_theta",
+            "partial_rotary_factor", "num_experts_per_tok", "moe_intermediate_size")
+    E, shared, scale, N = draft.n_routed_experts, draft.n_shared_experts, draft.routed_scaling_factor, source.N
+    own = {"glm4_moe": dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=E, n_shared_experts=shared, n_group=1,
+                            topk_group=1, use_qk_norm=draft.use_qk_norm, norm_topk_prob=draft.norm_topk_prob,
+                            routed_scaling_factor=scale),
+           "hy_v3": dict(architectures=["HYV3ForCausalLM"], num_experts=E, num_shared_experts=shared, mlp_bias=False,
+                         expert_hidden_dim=draft.moe_intermediate_size, qk_norm=draft.use_qk_norm,
+                         route_norm=draft.norm_topk_prob, router_scaling_factor=scale, enable_moe_fp32_combine=False,
+                         mlp_layer_types=["dense"] * (N - 1) + ["sparse"])}[layout]
+    rope = {"rope_type": "default", "rope_theta": draft.rope_theta, "partial_rotary_factor": 1.0}
+    return json.dumps({"model_type": layout, **own, **{key: getattr(draft, key) for key in same},
+                       **{key: source.config[key] for key in kept if key in source.config}, "rope_parameters": rope,
+                       "tie_word_embeddings": False, "first_k_dense_replace": N - 1, "num_nextn_predict_layers": 1},
+                      indent=2) + "\n"
+
+
+def dense_name(source, layout, name):
+    """A dense source's tensor name in OUT; None: not carried over."""
+    mlp = f"model.layers.{source.N - 1}.mlp."
+    if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and source.config.get("tie_word_embeddings"):
+        return None
+    return name.replace(mlp, mlp + ("shared_mlp." if layout == "hy_v3" else "shared_experts."))
+
+
+def dense_additions(source, config, names):
+    """{name: tensor}: the last layer's router and experts, all zeros, and an untied head. `names`: those OUT keeps."""
+    expected, mlp = expected_stack(config, names), f"model.layers.{source.N - 1}.mlp."
+    unknown = sorted(names - expected.keys())
+    if unknown:
+        raise ValueError(f"{source.path} has tensors for which {config['model_type']} has no place: "
+                         f"{', '.join(unknown[:5])}")
+    dtype = DTYPES[source.entries[mlp + "down_proj.weight"].dtype]
+    found = {name: torch.zeros(expected[name], dtype=torch.float32 if name.endswith(ROUTER) else dtype)
+             for name in expected.keys() - names if name.startswith(mlp)}
+    if source.config.get("tie_word_embeddings"):
+        found["lm_head.weight"] = source.checkpoint.read("model.embed_tokens.weight")
+    return found
+
+
+# ---- Quantised targets ------------------------------------------------------------------------------------------------
+
+def requantised(source, name, tensor):
+    """{name: codes, scale's name: scale} in the scheme of the tensor's likes; {name: tensor} where they are plain."""
+    like = next(iter(source.likes(name)), "")
+    suffix = next((s for s in SCALES if like.removesuffix(".weight") + s in source.entries), None)
+    if suffix is None or source.entries[like].dtype not in CODES:
+        return {name: tensor.to(source.dtype(name, tensor))}
+    dtype, most = CODES[source.entries[like].dtype]
+    old, w = source.checkpoint._raw(like.removesuffix(".weight") + suffix), tensor.float()
+    if suffix == ".weight_scale_inv":
+        (b0, b1), (n, m) = source.checkpoint.block, w.shape
+        tiles = torch.nn.functional.pad(w, (0, -m % b1, 0, -n % b0)).unflatten(1, (-1, b1)).unflatten(0, (-1, b0))
+        scale = (tiles.abs().amax((1, 3)) / most).clamp(min=1e-12).to(old.dtype)
+        full = scale.float().repeat_interleave(b0, 0)[:n].repeat_interleave(b1, 1)[:, :m]
+    else:
+        largest = w.abs().amax(1, keepdim=True) if old.numel() > 1 else w.abs().amax().reshape(old.shape)
+        full = scale = (largest / most).clamp(min=1e-12).to(old.dtype)
+        scale = scale[:, 0] if old.dim() == 1 and old.numel() > 1 else scale
+    codes = (w / full.float()).clamp(-most, most)
+    return {name: (codes.round() if dtype == torch.int8 else codes).to(dtype),
+            name.removesuffix(".weight") + suffix: scale}
+
+
+def name_unquantised(text, names, prefix):
+    """config.json's text with the modules of layer N's plain tensors named as unquantised (unchanged if they are).
+
+    Engines ask for the modules they build (qkv_proj, gate_up_proj, mlp.experts) as well as for the stored ones."""
+    quantised = json.loads(text)["quantization_config"]
+    method = quantised.get("quant_method")
+    keys = {"fp8": ["ignored_layers", "modules_to_not_convert"], "compressed-tensors": ["ignore"]}.get(method)
+    if keys is None:
+        raise ValueError(f"quant_method {method!r} is not known here (fp8 and compressed-tensors are), so it cannot be "
+                         "told that the MTP layer is plain; convert the unquantised checkpoint")
+    modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight") and "norm" not in name}
+    modules |= {re.sub(r"\bq_proj$", "qkv_proj", re.sub(r"\bgate_proj$", "gate_up_proj", name)) for name in modules
+                if ".experts." not in name} | {prefix + "mlp.experts"}
+    for key in [key for key in keys if quantised.get(key)] or keys[-1:]:
+        listed = quantised.get(key) or []
+        patterns = [re.compile(name[3:]) for name in listed if name.startswith("re:")]
+        quantised[key] = listed + sorted(name for name in modules if name not in listed
+                                         and not any(pattern.match(name) for pattern in patterns))
+    same = quantised == json.loads(text)["quantization_config"]
+    return text if same else set_key(text, "quantization_config", quantised)
 
 
 # ---- Plan and writing ------------------------------------------------------------------------------------------------
 
 class Plan(NamedTuple):
     source: Source
-    layout: str
     config: str     # text of OUT/config.json
     keep: dict      # source file -> {name in the source: name in OUT}
     new: dict       # {name: tensor} of the draft's shard
@@ -157,7 +299,7 @@ class Plan(NamedTuple):
 
     def files(self):
         """{source file: file in OUT}: a lone model.safetensors is renamed, or loaders would not look at the index."""
-        return {file: "model-00001-of-00001.safetensors" if file == "model.safetensors" else file for file in self.keep}
+        return {f: "model-00001-of-00001.safetensors" if f == "model.safetensors" else f for f in self.keep}
 
     def intact(self, file):
         """Can OUT link this shard: are all its keys kept under their own names?"""
@@ -166,83 +308,66 @@ class Plan(NamedTuple):
 
     def entries(self):
         """{name: Entry} of OUT."""
-        found = {}
+        found = {name: Entry(NAMES[t.dtype], tuple(t.shape), t.nbytes, SHARD) for name, t in self.new.items()}
         for file, out in self.files().items():
             found |= {name: self.source.entries[old]._replace(file=out) for old, name in self.keep[file].items()}
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        return found | {name: Entry(names.get(t.dtype, str(t.dtype)[6:]), tuple(t.shape), t.nbytes, SHARD)
-                        for name, t in self.new.items()}
+        return found
 
 
-def make_plan(model, meta, source, layout, draft_only=False):
-    """What OUT will hold. Raises ValueError if the draft does not belong to this target."""
-    new = {name: tensor.to(source.dtype(name, tensor.dtype)) for name, tensor in
-           layer_tensors(model.state_dict(), layout, source.prefix).items()}
-    config, keep = serving_config(source), {}
+def make_plan(model, meta, source, layout, draft_only=False, requantize=False):
+    """What OUT will hold. Raises ValueError for what the layout cannot express."""
+    dense, new, keep = source.family in DENSE, {}, {}
+    config = dense_config(source, model.config, layout) if dense else native_config(source)
+    for name, tensor in layer_tensors(model.state_dict(), layout, source.prefix).items():
+        new |= requantised(source, name, tensor) if requantize else {name: tensor.to(source.dtype(name, tensor))}
+    if "quantization_config" in source.config:
+        plain = [name for name, tensor in new.items() if NAMES[tensor.dtype] in DTYPES]
+        config = name_unquantised(config, plain, source.prefix)
     for name, entry in source.entries.items():
-        if layer_number(name) < source.N or name.removeprefix(source.prefix) in OPTIONAL:
-            keep.setdefault(entry.file, {})[name] = name
-    metadata = {"mtp_layout": layout, "mtp_recycle": meta["recycle"], "mtp_ttt_length": str(meta["ttt_length"]),
-                "mtp_zero_first_embedding": str(meta["zero_first_embedding"]), "mtp_draft_only": str(draft_only)}
-    return Plan(source, layout, config, {} if draft_only else keep, new, metadata)
-
-
-def serving_config(source):
-    """Text of OUT/config.json for a family with a native MTP layer."""
-    text, config = set_key(source.text, "num_nextn_predict_layers", 1), source.config
-    if source.family != "hy_v3":
-        return text
-    kinds = config.get("mlp_layer_types") or []
-    dense = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds)) if kinds else 1
-    if "dense" in kinds[dense:]:
-        raise ValueError(f"mlp_layer_types of {source.path} has dense layers after sparse ones; engines read "
-                         "first_k_dense_replace, which cannot say that")
-    qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in source.entries)
-    for key, value in (("qk_norm", qk_norm), ("route_norm", True), ("first_k_dense_replace", dense),
-                       ("expert_hidden_dim", config.get("moe_intermediate_size"))):
-        if config.get(key) is None:  # transformers' HYV3Config writes none of them, vLLM reads them all
-            text = set_key(text, key, value)
-    return text
+        out = dense_name(source, layout, name) if dense else name
+        if out and (layer_number(name) < source.N or name.removeprefix(source.prefix) in OPTIONAL):
+            keep.setdefault(entry.file, {})[name] = out
+    if dense and not draft_only:
+        kept = {out for names in keep.values() for out in names.values()}
+        new |= dense_additions(source, json.loads(config), kept)
+    metadata = {"mtp_recycle": meta["recycle"], "mtp_zero_first_embedding": str(meta["zero_first_embedding"]),
+                "mtp_ttt_length": str(meta["ttt_length"]), "mtp_draft_only": str(draft_only)}
+    return Plan(source, config, {} if draft_only else keep, new, metadata)
 
 
 def write(plan, folder):
-    """Fill an empty folder as planned."""
+    """Fill a new folder as planned."""
     folder.mkdir()
-    source = plan.source
+    source, entries = plan.source, plan.entries()
     for file, out in plan.files().items():
         if plan.intact(file):
             link_or_copy(source.path / file, folder / out)
-        elif plan.keep[file]:
-            tensors = {new: source.checkpoint._raw(old) for old, new in plan.keep[file].items()}
-            save_shard(folder / out, tensors, {})
+        else:
+            save_shard(folder / out, {new: source.checkpoint._raw(old) for old, new in plan.keep[file].items()}, {})
     save_shard(folder / SHARD, plan.new, plan.metadata)
-    entries = plan.entries()
     index = {"metadata": {"total_size": sum(entry.size for entry in entries.values())},
              "weight_map": {name: entries[name].file for name in sorted(entries)}}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (folder / "config.json").write_text(plan.config)
     for path in source.path.iterdir():
-        if path.is_file() and path.name != "config.json" and not path.name.endswith(WEIGHTS) and path.name[0] != ".":
-            shutil.copy2(path.resolve(), folder / path.name)
+        if path.is_file() and path.name[0] != "." and not path.name.endswith(("config.json", *WEIGHTS)[1:]):
+            if path.name != "config.json":
+                shutil.copy2(path.resolve(), folder / path.name)
 
 
 def show(plan):
     for name, entry in sorted(plan.entries().items(), key=lambda item: (item[1].file, item[0])):
         print(f"{entry.file}  {name}  {list(entry.shape)}  {entry.dtype}")
-    files = plan.files()
-    for file, out in files.items():
-        print(f"{out}: " + ("hard link" if plan.intact(file) else "rewritten, keys change") + f" of {file}")
+    for file, out in plan.files().items():
+        print(f"{out}: {'hard link to' if plan.intact(file) else 'rewritten from'} {plan.source.path / file}")
 
 
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
 def check(folder):
-    """(problems, facts) of a serving directory: what is wrong, one line each; and what it was made for."""
+    """(problems, metadata of the draft's shard) of a serving directory: what is wrong, one line each."""
     folder, problems, entries, metadata = Path(folder), [], {}, {}
-    config = json.loads((folder / "config.json").read_text())
-    if not (folder / INDEX).exists():
-        return [f"{INDEX} is missing"], {}
-    index = json.loads((folder / INDEX).read_text())
+    config, index = (json.loads((folder / name).read_text()) for name in ("config.json", INDEX))
     files = index["weight_map"]
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -250,97 +375,74 @@ def check(folder):
         except ValueError as error:
             problems.append(str(error))
             continue
+        entries |= found
         metadata |= about if path.name == SHARD else {}
-        for name, entry in found.items():
-            if files.get(name) != path.name:
-                problems.append(f"{name} lies in {path.name}, the index says {files.get(name, 'nothing')}")
-            entries[name] = entry
+        problems += [f"{name} lies in {path.name}, the index says {files.get(name, 'nothing')}" for name in found
+                     if files.get(name) != path.name]
     problems += [f"{name} is indexed in {file}, which " + ("lacks it" if (folder / file).exists() else "does not exist")
                  for name, file in files.items() if name not in entries]
     size, said = sum(entry.size for entry in entries.values()), index.get("metadata", {}).get("total_size")
     if size != said:
         problems.append(f"the index gives total_size {said}, the tensors have {size} bytes")
-    problems += check_config(config)
-    problems += check_layer(folder, config, entries)
-    if metadata.get("mtp_draft_only") != "True":
-        problems += check_stack(config, entries)
-    return problems, metadata
-
-
-def check_config(config):
-    wanted = ["qk_norm", "route_norm", "first_k_dense_replace", "expert_hidden_dim"] if config["model_type"] == "hy_v3" else []
-    found = [f"config.json lacks {key}, which vLLM reads" for key in wanted if config.get(key) is None]
+    problems += [f"config.json lacks {key}, which vLLM reads" for key in HY_V3
+                 if config["model_type"] == "hy_v3" and config.get(key) is None]
     if config.get("num_nextn_predict_layers") != 1:
-        found.append(f"config.json has num_nextn_predict_layers {config.get('num_nextn_predict_layers')}, expected 1")
+        problems.append(f"num_nextn_predict_layers is {config.get('num_nextn_predict_layers')} in config.json, not 1")
+    problems += check_layer(folder, config, entries)
+    stack = expected_stack(config, entries) if metadata.get("mtp_draft_only") != "True" else {}
+    packed = "quantization_config" in config  # packed formats have names of their own
+    return problems + wrong_shapes({n: shape for n, shape in stack.items() if n in entries or not packed}, entries), metadata
+
+
+def wrong_shapes(expected, entries):
+    found = []
+    for name, shape in expected.items():
+        fused = re.sub(r"experts\.\d+\..*", "experts.gate_up_proj", name)
+        if name not in entries:
+            found.append(f"{name} is missing" + (f"; {fused} is there, but engines want one tensor per expert"
+                                                 if fused in entries else ""))
+        elif entries[name].shape != shape:
+            found.append(f"{name} has shape {entries[name].shape}, the config implies {shape}")
     return found
 
 
 def check_layer(folder, config, entries):
-    """Problems of the MTP layer: keys, shapes, values; keys that do not belong there."""
-    N, layout, problems = config["num_hidden_layers"], config["model_type"], []
-    prefix, checkpoint = f"model.layers.{N}.", Checkpoint(folder)
-    expected = expected_layer(read_target_config(config, entries), layout, prefix)
-    for name, shape in expected.items():
-        if name not in entries:
-            fused = f"{name[:name.index('.experts.')]}.experts.gate_up_proj" if ".experts." in name else None
-            problems.append(f"{name} is missing" + (f"; {fused} is there, engines want one tensor per expert"
-                                                    if fused in entries else ""))
-        elif entries[name].shape != shape:
-            problems.append(f"{name} has shape {entries[name].shape}, the config implies {shape}")
-        elif name in checkpoint.files and not checkpoint.read(name).isfinite().all():
-            problems.append(f"{name} holds nan or inf")
-    head = (config["vocab_size"], config["hidden_size"])
-    for name in sorted(name for name in entries if layer_number(name) >= N and name not in expected):
-        short = name.removeprefix(prefix)
-        if short not in OPTIONAL:
-            problems.append(f"{name} belongs to no MTP layer of this family: engines stumble over it or ignore it")
-        elif entries[name].shape != head:
-            problems.append(f"{name} has shape {entries[name].shape}, expected {head}")
+    """Problems of the MTP layer: keys, shapes, values, quantisation; keys that do not belong there."""
+    N, checkpoint, text = config["num_hidden_layers"], Checkpoint(folder), json.dumps(config)
+    prefix, head = f"model.layers.{N}.", (config["vocab_size"], config["hidden_size"])
+    expected = expected_layer(config, entries, prefix)
+    known = expected | {prefix + name: head for name in OPTIONAL if prefix + name in entries}
+    problems = wrong_shapes(known, entries)
+    for name in [name for name in expected if name in entries and name in checkpoint.files]:
+        try:
+            problems += [] if checkpoint.read(name).isfinite().all() else [f"{name} holds nan or inf"]
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    coded = [name for name in expected if name in entries and entries[name].dtype in CODES]
+    known = known.keys() | {name.removesuffix(".weight") + suffix for name in coded for suffix in SCALES}
+    problems += [f"{name} belongs to no MTP layer of this family: engines stumble over it or ignore it"
+                 for name in entries if layer_number(name) >= N and name not in known]
+    plain = [name for name in expected if name not in coded]
+    if "quantization_config" in config and name_unquantised(text, plain, prefix) != text:
+        problems.append("quantization_config does not name the plain modules of the MTP layer as unquantised")
     return problems
-
-
-def check_stack(config, entries):
-    """Problems of the main model: names and shapes of what every family has."""
-    C, V, width, N = (config[k] for k in ("hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers"))
-    layer = {name: shape for name, shape in expected_layer(read_target_config(config, entries), config["model_type"], "").items()
-             if name.startswith(("self_attn.", "attention.", "mlp.", "input_", "post_"))}
-    mlp = {"mlp.gate_proj.weight": (width, C), "mlp.up_proj.weight": (width, C), "mlp.down_proj.weight": (C, width)}
-    dense = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | mlp
-    expected = {"model.embed_tokens.weight": (V, C), "model.norm.weight": (C,)}
-    if not config.get("tie_word_embeddings"):
-        expected["lm_head.weight"] = (V, C)
-    for i in range(N):
-        part = dense if i < config.get("first_k_dense_replace", 1) else layer
-        expected |= {f"model.layers.{i}.{name}": shape for name, shape in part.items()}
-    problems = []
-    for name, shape in expected.items():
-        if name not in entries and "quantization_config" not in config:  # packed formats have names of their own
-            problems.append(f"{name} is missing")
-        elif name in entries and entries[name].shape != shape:
-            problems.append(f"{name} has shape {entries[name].shape}, the config implies {shape}")
-    return problems
-
-
-def describe(layout, metadata):
-    """One line: what the draft was trained with and which engine that is exact for."""
-    if "mtp_recycle" not in metadata:
-        return "no word on how the draft was trained: its shard was not written by convert.py"
-    recycle, zero = metadata["mtp_recycle"], metadata["mtp_zero_first_embedding"] == "True"
-    engine = EXACT.get((layout, recycle, zero))
-    best = ", ".join(f"{name} (--recycle {r}{' --zero-first-embedding' if z else ''})"
-                     for (kind, r, z), name in EXACT.items() if kind == layout)
-    return (f"trained with recycle {recycle}, zero_first_embedding {zero}, {metadata['mtp_ttt_length']} steps: exact for "
-            + (engine if engine else f"no engine; {layout} drafts are exact for {best}"))
 
 
 def report(folder, name=None):
-    """Print the check of a folder; returns True if nothing is wrong."""
+    """Print the check of a folder and which engine its draft is exact for; returns True if nothing is wrong."""
     problems, metadata = check(folder)
     for line in problems:
         print(f"wrong: {line}")
     layout = json.loads((Path(folder) / "config.json").read_text())["model_type"]
-    print(f"{name or folder}: " + (f"{len(problems)} problems" if problems else "complete") + f"; {layout}; "
-          + describe(layout, metadata))
+    print(f"{name or folder}: {f'{len(problems)} problems' if problems else 'complete'}, {layout}")
+    if "mtp_recycle" not in metadata:
+        print("how the draft was trained is not known: its shard was not written by convert.py")
+        return not problems
+    recycle, zero = metadata["mtp_recycle"], metadata["mtp_zero_first_embedding"] == "True"
+    best = ", ".join(f"{engine} (--recycle {r}{' --zero-first-embedding' if z else ''})"
+                     for (kind, r, z), engine in EXACT.items() if kind == layout)
+    print(f"trained with recycle {recycle}, zero_first_embedding {zero}, {metadata['mtp_ttt_length']} steps: exact for "
+          + EXACT.get((layout, recycle, zero), f"no engine; {layout} drafts can be for {best}"))
     return not problems
 
 
@@ -361,15 +463,17 @@ def convert(args):
     model, meta = load_draft(args.draft)
     source = open_source(args, meta)
     layout = source.family
-    if args.layout not in (None, layout):
+    if layout in DENSE:
+        layout = args.layout or ("glm4_moe" if model.config.attention_bias else "hy_v3")
+    elif args.layout not in (None, layout):
         raise ValueError(f"--layout {args.layout}: the target is a {layout} checkpoint already; leave --layout out")
-    plan = make_plan(model, meta, source, layout, args.draft_only)
+    plan = make_plan(model, meta, source, layout, args.draft_only, args.requantize)
     if args.dry_run:
         return show(plan)
     out = Path(args.out).resolve()
-    inside = [path for path in (source.path.resolve(), Path(args.draft).resolve()) if path == out or out in path.parents]
-    if inside:
-        raise ValueError(f"--out {args.out} would overwrite {inside[0]}; give another folder")
+    for path in (source.path.resolve(), Path(args.draft).resolve()):
+        if path == out or out in path.parents:
+            raise ValueError(f"--out {args.out} would overwrite {path}; give another folder")
     if out.exists() and not args.force:
         raise ValueError(f"--out {args.out} exists; add --force to replace it, or give another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -377,10 +481,9 @@ def convert(args):
         with atomic(out) as aside:
             write(plan, aside)
             if not report(aside, args.out):
-                raise ValueError("what was written fails its own check (above); nothing is left behind. Please report it")
+                raise ValueError("what was written fails its own check (above), so nothing was kept; please report it")
     finally:
         shutil.rmtree(out.with_name(f".{out.name}.partial"), ignore_errors=True)
-    print(f"written to {args.out}")
 
 
 def main(arguments=None):
@@ -389,19 +492,23 @@ def main(arguments=None):
     parser.add_argument("draft", nargs="?", help="draft directory that mtp.py trained")
     parser.add_argument("--target", help="the target's directory, if it is not where it was in training")
     parser.add_argument("--out", help="directory to write")
-    parser.add_argument("--layout", choices=["glm4_moe", "hy_v3"], help="layout for a dense target")
+    parser.add_argument("--layout", choices=["glm4_moe", "hy_v3"],
+                        help="how to write a dense target (default hy_v3; glm4_moe if it has biases)")
+    parser.add_argument("--requantize", action="store_true",
+                        help="draft's layer in the quantised target's scheme (default: plain, named as unquantised)")
     parser.add_argument("--draft-only", action="store_true", help="write the draft's layer and config.json alone")
     parser.add_argument("--dry-run", action="store_true", help="list what would be written")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.add_argument("--check", metavar="OUT", help="check a serving directory and exit; exit status 1 if it is wrong")
+    parser.add_argument("--check", metavar="OUT", help="check a serving directory; exit status 1 if it is wrong")
     args = parser.parse_args(arguments)
-    warnings.showwarning = lambda message, *_: print(f"convert.py: warning: {message}", file=sys.stderr)
     try:
-        if args.check:
-            return 0 if report(args.check) else 1
-        if not args.draft or not (args.out or args.dry_run):
-            raise ValueError("give a draft directory and --out OUT, or --check OUT")
-        convert(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: print(f"convert.py: warning: {message}", file=sys.stderr)
+            if args.check:
+                return 0 if report(args.check) else 1
+            if not args.draft or not (args.out or args.dry_run):
+                raise ValueError("give a draft directory and --out OUT, or --check OUT")
+            convert(args)
     except (ValueError, OSError) as error:
         if os.environ.get("MTP_TRACEBACK"):
             raise
