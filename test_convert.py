@@ -329,6 +329,240 @@ def test_check_names_the_engine(tmp_path, capsys, family, recycle, zero, engine)
     assert engine in capsys.readouterr().out
 
 
+# ---- Dense targets -----------------------------------------------------------------------------------------------------
+
+def dense_target(path, family, seed=0, dtype=torch.float32, shards=1, **more):
+    """A random Llama-type checkpoint as transformers saves it."""
+    import transformers
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=32, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
+                 rope_parameters=dict(rope_type="default", rope_theta=50000.0), sliding_window=None)
+    sizes |= more
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    torch.manual_seed(seed)
+    model = getattr(transformers, name + "ForCausalLM")(getattr(transformers, name + "Config")(**sizes))
+    randomise(model, seed)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if key.endswith("bias"):
+                p.normal_()
+    model.to(dtype).save_pretrained(path, max_shard_size="40KB" if shards > 1 else "1GB")
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+def logits_of(path, ids):
+    from transformers import AutoModelForCausalLM
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"], info
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+IDS = torch.tensor([[5, 17, 80, 33, 2, 61, 9, 90, 4, 4, 71, 12]])
+
+
+@pytest.mark.parametrize("family, more", [
+    ("llama", {}), ("llama", dict(tie_word_embeddings=True)), ("mistral", {}), ("qwen2", {}), ("qwen3", {}),
+    ("qwen3", dict(tie_word_embeddings=True)), ("llama", dict(num_key_value_heads=4, num_hidden_layers=1))])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_dense_target_as_glm4_moe_is_the_same_function(tmp_path, family, more, shards):
+    source = dense_target(tmp_path / "target", family, shards=shards, **more)
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out", "--layout", "glm4_moe")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["attention_bias"] == (family == "qwen2") and config["use_qk_norm"] == (family == "qwen3")
+    ours, theirs = logits_of(tmp_path / "out", IDS), logits_of(source, IDS)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()  # the same operations; kernels may sum differently
+    again, model = warm(tmp_path / "out", torch.float32), mtp.load_draft(tmp_path / "draft")[0]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("family, tied", [("llama", True), ("mistral", False), ("qwen3", False)])
+def test_dense_target_as_hy_v3(tmp_path, family, tied):
+    """transformers' hy_v3 always norms q and k, so there equal logits only show for qwen3."""
+    source = dense_target(tmp_path / "target", family, dtype=torch.bfloat16, tie_word_embeddings=tied, shards=3)
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    config, found = json.loads((tmp_path / "out/config.json").read_text()), tensors(tmp_path / "out")
+    assert config["model_type"] == "hy_v3" and config["qk_norm"] == (family == "qwen3")
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"]) == tied
+    routed = [t for name, t in found.items() if name.startswith("model.layers.2.mlp.experts")]
+    assert len(routed) == 24 and not any(t.any() for t in routed)
+    for name, tensor in found.items():
+        assert tensor.dtype == (torch.float32 if name.endswith(convert.ROUTER) else torch.bfloat16), name
+    if family == "qwen3":
+        ours, theirs = logits_of(tmp_path / "out", IDS), logits_of(source, IDS)
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_dense_refusals(tmp_path, capsys):
+    yarn = dict(rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0,
+                                     original_max_position_embeddings=64))
+    for family, more, message in (("llama", yarn, "rope_type 'yarn' is not supported"),
+                                  ("mistral", dict(sliding_window=128), "sliding-window"),
+                                  ("qwen2", dict(use_sliding_window=True, sliding_window=64, max_window_layers=1), "sliding"),
+                                  ("llama", dict(attention_bias=True), "o_proj biases"),
+                                  ("llama", dict(mlp_bias=True), "without bias"),
+                                  ("llama", dict(hidden_act="gelu"), "silu")):
+        source = dense_target(tmp_path / f"t{len(list(tmp_path.iterdir()))}", family, **more)
+        with pytest.raises(ValueError, match=message):
+            mtp.read_target_config(json.loads((source / "config.json").read_text()), mtp.Checkpoint(source).files)
+    source = dense_target(tmp_path / "biased", "qwen2")
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out", "--layout", "hy_v3", expect=2)
+    assert "--layout glm4_moe" in capsys.readouterr().err
+    config = json.loads((source / "config.json").read_text())
+    names = mtp.Checkpoint(source).files
+    with pytest.raises(ValueError, match="intermediate_size 128"):
+        mtp.read_target_config(config, names, n_shared_experts=3, moe_intermediate_size=32)
+    with pytest.raises(ValueError, match="for dense targets"):
+        mtp.read_target_config(tiny_config("glm4_moe"), {}, n_shared_experts=3)
+    shape = mtp.read_target_config(config, names, n_routed_experts=6, moe_intermediate_size=64)
+    assert (shape.n_routed_experts, shape.n_shared_experts, shape.moe_intermediate_size) == (6, 2, 64)
+
+
+# ---- Quantised targets -------------------------------------------------------------------------------------------------
+
+def quantise(state, kind, block=32):
+    """All 2-D matrices of decoder layers but routers and eh_proj as codes with scales, by plain loops."""
+    out = {}
+    for name, w in state.items():
+        if w.dim() != 2 or "layers." not in name or name.endswith((*convert.ROUTER, "eh_proj.weight")):
+            out[name] = w
+            continue
+        stem = name.removesuffix(".weight")
+        if kind == "blocks":
+            rows, cols = -(-w.shape[0] // block), -(-w.shape[1] // block)
+            scale, codes = torch.zeros(rows, cols), torch.zeros(w.shape, dtype=torch.float8_e4m3fn)
+            for i in range(rows):
+                for j in range(cols):
+                    at = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+                    scale[i, j] = w[at].float().abs().max() / 448
+                    codes[at] = (w[at].float() / scale[i, j]).to(torch.float8_e4m3fn)
+            out[name], out[stem + ".weight_scale_inv"] = codes, scale
+        elif kind == "rows":
+            scale = w.float().abs().amax(1, keepdim=True) / 448
+            out[name], out[stem + ".weight_scale"] = (w.float() / scale).to(torch.float8_e4m3fn), scale.bfloat16().float()
+        else:
+            scale = w.float().abs().max() / 127
+            out[name], out[stem + ".weight_scale"] = (w.float() / scale).round().to(torch.int8), scale
+    return out
+
+
+def quantised_target(path, family, kind, native=1):
+    """intermediate_size 80: its last block of 32 is ragged."""
+    plain = tiny_target(path.with_name(path.name + "-plain"), family, torch.bfloat16, native=native, intermediate_size=80)
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {
+        "blocks": dict(quant_method="fp8", fmt="e4m3", weight_block_size=[32, 32], activation_scheme="dynamic",
+                       modules_to_not_convert=["lm_head"]),
+        "rows": dict(quant_method="compressed-tensors", format="float-quantized", ignore=["lm_head"]),
+        "tensors": dict(quant_method="compressed-tensors", format="int-quantized", ignore=["lm_head", "re:.*gate$"])}[kind]
+    write_checkpoint(path, quantise(load_file(plain / "model.safetensors"), kind), config)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "tensors"])
+@pytest.mark.parametrize("family, native", [("glm4_moe", 1), ("hy_v3", 1), ("glm4_moe", 0)])
+def test_quantised_target_gets_a_plain_layer_named_as_such(tmp_path, kind, family, native):
+    source = quantised_target(tmp_path / "target", family, kind, native)
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    found = tensors(tmp_path / "out")
+    layer = {name: t for name, t in found.items() if name.startswith("model.layers.2.")}
+    assert not [name for name in layer if "scale" in name]
+    for name, t in layer.items():
+        assert t.dtype == (torch.float32 if name.endswith(convert.ROUTER) else torch.bfloat16), name
+    old, new = (json.loads((d / "config.json").read_text())["quantization_config"] for d in (source, tmp_path / "out"))
+    key = "modules_to_not_convert" if kind == "blocks" else "ignore"
+    assert new[key][:len(old[key])] == old[key] and {k: v for k, v in new.items() if k != key} == {
+        k: v for k, v in old.items() if k != key}
+    shared = "shared_mlp" if family == "hy_v3" else "shared_experts"
+    for module in ("self_attn.q_proj", "self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts", "mlp.experts.3.up_proj",
+                   f"mlp.{shared}.gate_up_proj", f"mlp.{shared}.gate_proj", f"mlp.{shared}.down_proj", "eh_proj"):
+        assert f"model.layers.2.{module}" in new[key], module
+    (tmp_path / "out/config.json").write_text((source / "config.json").read_text())
+    run("--check", tmp_path / "out", expect=1)
+
+
+@pytest.mark.parametrize("kind, unit", [("blocks", 1 / 16), ("rows", 1 / 16), ("tensors", 0.51 / 127)])
+@pytest.mark.parametrize("native", [0, 1])
+def test_requantize_writes_the_sources_scheme(tmp_path, kind, unit, native):
+    source = quantised_target(tmp_path / "target", "glm4_moe", kind, native)
+    draft_of(source, tmp_path / "draft")
+    model, _ = mtp.load_draft(tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out", "--requantize")
+    found, original = tensors(tmp_path / "out"), tensors(source)
+    suffix = ".weight_scale_inv" if kind == "blocks" else ".weight_scale"
+    name = "model.layers.2.mlp.experts.1.down_proj"
+    like = name if native else name.replace(".2.", ".1.")
+    for key in (".weight", suffix):
+        assert found[name + key].dtype == original[like + key].dtype and found[name + key].shape == original[like + key].shape
+    assert found["model.layers.2.eh_proj.weight"].dtype == torch.bfloat16
+    again = warm(tmp_path / "out", torch.float32).state_dict()
+    for key, w in model.state_dict().items():
+        if w.dim() < 2 or "gate.weight" in key or "eh_proj" in key:
+            continue
+        # e4m3 has 3 bits after the point: half a unit of the value; int8: half a step of the largest
+        bound = unit * w.abs() + w.abs().max() * 2 ** -9 / 448 * 2 if kind != "tensors" else unit * w.abs().max()
+        assert ((again[key] - w).abs() <= bound).all(), key
+
+
+def test_unknown_quantisation_is_refused(tmp_path, capsys):
+    source = quantised_target(tmp_path / "target", "glm4_moe", "rows")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "awq"
+    (source / "config.json").write_text(json.dumps(config))
+    draft_of(source, tmp_path / "draft")
+    run(tmp_path / "draft", "--out", tmp_path / "out", expect=2)
+    assert "'awq' is not known" in capsys.readouterr().err
+
+
+# ---- bailing_moe_v2 ------------------------------------------------------------------------------------------------------
+
+def test_bailing_round_trip(tmp_path):
+    """Names and fused q, k, v rows written out by hand; a warm start reads them back bitwise."""
+    config = dict(model_type="bailing_moe_v2", architectures=["BailingMoeV2ForCausalLM"], vocab_size=96, hidden_size=64,
+                  intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+                  num_experts=4, num_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2,
+                  topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True, use_qk_norm=True, use_qkv_bias=False,
+                  use_bias=False, rope_theta=600000, partial_rotary_factor=0.5, first_k_dense_replace=1,
+                  rms_norm_eps=1e-6, hidden_act="silu", num_nextn_predict_layers=1, max_position_embeddings=256,
+                  score_function="sigmoid", tie_word_embeddings=False)
+    g = torch.Generator().manual_seed(0)
+    state = {"model.word_embeddings.weight": (96, 64), "model.norm.weight": (64,), "lm_head.weight": (96, 64)}
+    for i in range(3):
+        layer = {"input_layernorm.weight": (64,), "post_attention_layernorm.weight": (64,),
+                 "attention.query_key_value.weight": (256, 64), "attention.dense.weight": (64, 128),
+                 "attention.query_layernorm.weight": (32,), "attention.key_layernorm.weight": (32,)}
+        width = 96 if i == 0 else 32
+        mlps = ["mlp"] if i == 0 else ["mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(4))]
+        for mlp in mlps:
+            layer |= {f"{mlp}.gate_proj.weight": (width, 64), f"{mlp}.up_proj.weight": (width, 64),
+                      f"{mlp}.down_proj.weight": (64, width)}
+        if i:
+            layer |= {"mlp.gate.weight": (4, 64), "mlp.gate.expert_bias": (4,)}
+        if i == 2:
+            layer |= {"enorm.weight": (64,), "hnorm.weight": (64,), "eh_proj.weight": (64, 128), "final_layernorm.weight": (64,)}
+        state |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    state = {name: torch.randn(shape, generator=g).bfloat16() for name, shape in state.items()}
+    source = tmp_path / "target"
+    write_checkpoint(source, state, config)
+    model = warm(source, torch.bfloat16)
+    rows = state["model.layers.2.attention.query_key_value.weight"]
+    for name, at in (("q_proj", slice(0, 128)), ("k_proj", slice(128, 192)), ("v_proj", slice(192, 256))):
+        assert torch.equal(model.state_dict()[f"self_attn.{name}.weight"], rows[at])
+    draft_of(source, tmp_path / "draft", model=model)
+    run(tmp_path / "draft", "--out", tmp_path / "out")
+    same_tensors(tensors(tmp_path / "out"), state)
+    config["use_bias"] = True
+    with pytest.raises(ValueError, match="use_bias"):
+        mtp.read_target_config(config, {})
+
+
 # ---- In a real engine (-m serve) --------------------------------------------------------------------------------------
 
 DRIVER = '''
