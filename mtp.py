@@ -17,6 +17,7 @@ values of all steps kept, so that what is trained is what is later served, token
       torchrun --nproc-per-node 8 mtp.py --backend usp ...        one long sequence split over 8 GPUs
       python mtp.py eval --draft DIR                              acceptance on held-out text
       python mtp.py generate --draft DIR --prompt TEXT            lossless speculative decoding
+      python mtp.py generate-data --target DIR --prompts F --out O    the target's own answers, to train on
 
 Row t is the root of its own draft chain. What step k = 0..K-1 does in row t (h_t has seen x_0..x_t):
 
@@ -2231,10 +2232,57 @@ def generate_command(cfg):
         raise ValueError("drafted and plain decoding differ by more than rounding: this is a fault, please report it")
 
 
+@dataclass
+class DataConfig(ModelOptions):
+    prompts: str = option(None, "prompts: .txt, one a line, or .jsonl with {\"prompt\"} or {\"messages\"}")
+    out: str = option(None, ".jsonl to append to: one line per prompt; an interrupted run goes on where it stopped")
+    max_new_tokens: int = option(256, "length limit of an answer")
+    batch_size: int = option(16, "prompts answered at a time")
+    raw: bool = option(False, "continue prompts as plain text even if the tokenizer has a chat template")
+
+
+def generate_data(cfg):
+    """`mtp.py generate-data`: the target's own greedy answers to a file of prompts, the text that drafts are made for."""
+    from tqdm import tqdm
+    if not cfg.prompts or not cfg.out:
+        raise ValueError("--prompts FILE and --out FILE.jsonl are required")
+    lines = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [json.loads(line) for line in lines] if cfg.prompts.endswith(".jsonl") else [{"prompt": line} for line in lines]
+    wrong = [i for i, row in enumerate(rows, 1) if not isinstance(row, dict) or not row.keys() & {"prompt", "messages"}]
+    if wrong:
+        raise ValueError(f"{cfg.prompts}: prompt {wrong[0]} has neither \"prompt\" nor \"messages\"")
+    target = open_target(cfg, start_ranks(argparse.Namespace(**vars(cfg), backend="sdpa")))
+    tokenizer, chat = target.tokenizer, not cfg.raw and target.tokenizer.chat_template is not None
+    done = Path(cfg.out).read_bytes() if Path(cfg.out).exists() else b""
+    done = done[:done.rfind(b"\n") + 1]  # a line cut short is written again
+    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+    with open(cfg.out, "ab") as file, tqdm(total=len(rows), initial=done.count(b"\n"), unit="prompt", mininterval=1) as bar:
+        file.truncate(len(done))
+        for i in range(bar.n, len(rows), cfg.batch_size):
+            part = rows[i:i + cfg.batch_size]
+            if chat:
+                part = [row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in part]
+                ids = [tokenizer.apply_chat_template(row, add_generation_prompt=True)["input_ids"] for row in part]
+            else:
+                part = [row["prompt"] for row in part]
+                ids = [tokenizer(text)["input_ids"] for text in part]
+            longest = max(map(len, ids))
+            padded = [[0] * (longest - len(row)) + row for row in ids]
+            mask = [[0] * (longest - len(row)) + [1] * len(row) for row in ids]
+            out = target.model.generate(*torch.tensor([padded], device=target.model.device), do_sample=False,
+                                        attention_mask=torch.tensor(mask, device=target.model.device),
+                                        max_new_tokens=cfg.max_new_tokens, pad_token_id=tokenizer.pad_token_id or 0)
+            for row, text in zip(part, tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)):
+                line = {"messages": [*row, {"role": "assistant", "content": text}]} if chat else {"text": row + text}
+                file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            bar.update(len(part))
+
+
 # ---- Command line ----------------------------------------------------------------------------------------------------
 
 COMMANDS = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate_command),
-            "generate": (GenerateConfig, generate_command)}
+            "generate": (GenerateConfig, generate_command), "generate-data": (DataConfig, generate_data)}
 
 
 def parse(kind, arguments, prog):
