@@ -563,6 +563,29 @@ def test_bailing_round_trip(tmp_path):
         mtp.read_target_config(config, {})
 
 
+# ---- On-policy data --------------------------------------------------------------------------------------------------
+
+def test_generate_data_resumes_where_it_stopped(tmp_path):
+    """The lines are the target's own greedy continuations, and an interrupted file is continued, not repeated."""
+    out, prompts = tmp_path / "data/answers.jsonl", tmp_path / "prompts.txt"
+    target = mtp.Target(mtp.open_demo(mtp.Ranks()))
+    texts = ["import sys", "def main(self):", "class A:", "return x", "for i in range("]
+    prompts.write_text("\n".join(texts) + "\n\n")
+    arguments = ["generate-data", "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "8", "--batch-size", "2"]
+    assert mtp.main(arguments) == 0
+    whole = out.read_bytes()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    for row, text in zip(rows, texts, strict=True):
+        ids = target.tokenizer(text)["input_ids"]
+        plain = mtp.decode(target, ids, 8, eos=[target.tokenizer.eos_token_id])
+        assert row == {"text": text + target.tokenizer.decode(mtp.trimmed(plain, 8, [target.tokenizer.eos_token_id]))}
+    out.write_bytes(whole[:whole.rfind(b"\n", 0, -1) - 3])  # killed within the fourth line
+    assert mtp.main(arguments) == 0
+    assert out.read_bytes() == whole
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
+    assert mtp.main(["generate-data", "--prompts", str(tmp_path / "bad.jsonl"), "--out", str(out)]) == 2
+
+
 # ---- In a real engine (-m serve) --------------------------------------------------------------------------------------
 
 DRIVER = '''
