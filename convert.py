@@ -1,19 +1,19 @@
 """convert.py - put a trained draft into the checkpoint that serving engines load, and check such checkpoints.
 
       python convert.py DRAFT --out OUT                   a serving directory: the target with the draft in it
-      python convert.py DRAFT --out OUT --layout hy_v3    the same for a dense target (Llama, Mistral, Qwen2, Qwen3)
+      python convert.py DRAFT --out OUT --layout hy_v3    the same for a dense target (Llama, Mistral, Qwen2, 3)
       python convert.py DRAFT --out OUT --draft-only      the draft's layer alone
       python convert.py DRAFT --out OUT --dry-run         list every key, shape, dtype and file; write nothing
-      python convert.py --check OUT                       is every key there, indexed, of the right shape, finite?
+      python convert.py --check OUT                       is every key there, indexed, well shaped and finite?
 
-OUT holds the target's shards (hard links, so edit neither; a shard is rewritten only if keys in it change), the draft as
-layer N = num_hidden_layers in a shard of its own, an index of all keys, the target's config.json with
+OUT holds the target's shards (hard links: edit neither; rewritten only if keys in them change), the draft as layer
+N = num_hidden_layers in a shard of its own, an index of all keys, the target's config.json with
 num_nextn_predict_layers = 1, and its tokenizer files. It appears complete or not at all. The way back needs no
 command: `mtp.py --target OUT` starts from the layer in OUT.
 
-Engines load checkpoints with missing, fused or un-indexed draft tensors without a word and then draft garbage, so OUT
-is checked before it appears. A draft is exact only for an engine that feeds back what it was trained with: the setting
-is kept in the draft's shard (safetensors metadata), and --check says which engine that is.
+Engines load checkpoints with missing, fused or un-indexed draft tensors without a word and then draft garbage, so
+OUT is checked before it appears. A draft is exact only for an engine that feeds back what it was trained with: its
+setting is kept in its shard (safetensors metadata), and --check says which engine that is.
 """
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 CODES = {"F8_E4M3": (torch.float8_e4m3fn, 448.0), "I8": (torch.int8, 127.0)}  # and the largest value
 NAMES = {dtype: name for name, dtype in DTYPES.items()} | {dtype: name for name, (dtype, _) in CODES.items()}
 ROUTER = ("mlp.gate.weight", "mlp.router.gate.weight", "expert_bias", "e_score_correction_bias")
-OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # in layer N; every engine uses the main ones instead
+OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # of layer N: engines use the main ones
+RENAMED = {"model.safetensors": "model-00001-of-00001.safetensors"}  # a loader that sees it ignores the index
 WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-HY_V3 = ("qk_norm", "route_norm", "first_k_dense_replace", "expert_hidden_dim")  # vLLM's, unknown to transformers
+HY_V3 = ("qk_norm", "route_norm", "first_k_dense_replace", "expert_hidden_dim")  # not in transformers
 
 # (layout, recycle, zero_first_embedding) -> engines that draft exactly as the draft was trained.
 EXACT = {("glm4_moe", "pre", True): "vLLM", ("glm4_moe", "post", False): "SGLang and transformers",
@@ -48,7 +49,7 @@ EXACT = {("glm4_moe", "pre", True): "vLLM", ("glm4_moe", "post", False): "SGLang
          ("bailing_moe_v2", "post", False): "SGLang"}
 
 
-# ---- Files -----------------------------------------------------------------------------------------------------------
+# ---- Files -------------------------------------------------------------------------------------------------
 
 class Entry(NamedTuple):
     dtype: str  # safetensors' name
@@ -58,20 +59,20 @@ class Entry(NamedTuple):
 
 
 def read_header(path):
-    """({name: Entry}, metadata) of a safetensors file, no tensor read. Raises ValueError if it is cut short."""
+    """({name: Entry}, metadata) of a safetensors file, no tensor read. ValueError if it is cut short."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     metadata = header.pop("__metadata__", {})
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if os.path.getsize(path) != end:
-        raise ValueError(f"{path} has {os.path.getsize(path)} bytes, its header announces {end}: it is cut short")
-    return {name: Entry(e["dtype"], tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0], Path(path).name)
+        raise ValueError(f"{path} has {os.path.getsize(path)} bytes, its header says {end}: it is cut short")
+    return {name: Entry(e["dtype"], tuple(e["shape"]), -int.__sub__(*e["data_offsets"]), Path(path).name)
             for name, e in header.items()}, metadata
 
 
 def set_key(text, key, value):
-    """A JSON object's text with one top-level key set; all else keeps its bytes where the value is a scalar."""
+    """A JSON object's text with one top-level key set; all else keeps its bytes if that is a scalar."""
     wanted, new = {**json.loads(text), key: value}, json.dumps(value)
     for found in re.finditer(rf'"{re.escape(key)}"\s*:\s*(null|true|false|[-+.\w]+|"[^"]*")', text):
         edited = text[:found.start(1)] + new + text[found.end(1):]
@@ -81,7 +82,8 @@ def set_key(text, key, value):
         return json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
     body, tail = text.rstrip()[:-1].rstrip(), text[len(text.rstrip()):]
     indent = re.search(r"\n([ \t]*)\"", text)
-    return f'{body}{"" if body.endswith("{") else ","}\n{indent[1] if indent else "  "}"{key}": {new}\n}}{tail}'
+    body += "\n" if body.endswith("{") else ",\n"
+    return f'{body}{indent[1] if indent else "  "}"{key}": {new}\n}}{tail}'
 
 
 def layer_number(name):
@@ -104,20 +106,21 @@ def save_shard(path, tensors, metadata):
     save_file(tensors, path, metadata={"format": "pt", **metadata})
 
 
-# ---- What a configuration implies -------------------------------------------------------------------------------------
+# ---- What a configuration implies --------------------------------------------------------------------------
 
 def layer_tensors(state, layout, prefix):
-    """{checkpoint name: tensor} of a draft's state_dict in a layout: experts unfused, bailing's q, k, v fused."""
+    """{checkpoint name: tensor} of a draft in a layout: experts unfused, bailing's q, k, v fused."""
     found = dict(native_views(state, layout, prefix))
     for kind in ("weight", "bias"):
         parts = [f"{prefix}attention.{part}_proj.{kind}" for part in "qkv"]
         if parts[0] in found:
-            found[f"{prefix}attention.query_key_value.{kind}"] = torch.cat([found.pop(part) for part in parts])
+            fused = torch.cat([found.pop(part) for part in parts])
+            found[f"{prefix}attention.query_key_value.{kind}"] = fused
     return found
 
 
 def expected_layer(config, names, prefix):
-    """{checkpoint name: shape} of the MTP layer that a config.json (and, for gaps in it, tensor names) implies."""
+    """{checkpoint name: shape} of the MTP layer that a config.json implies; tensor names fill its gaps."""
     with torch.device("meta"):
         state = MTP(read_target_config(config, names)).state_dict()
     return {name: tuple(t.shape) for name, t in layer_tensors(state, config["model_type"], prefix).items()}
@@ -128,7 +131,7 @@ def expected_stack(config, names):
     C, V, width = (config[key] for key in ("hidden_size", "vocab_size", "intermediate_size"))
     layer = {name: shape for name, shape in expected_layer(config, names, "").items()
              if name.startswith(("self_attn.", "attention.", "mlp.", "input_", "post_"))}
-    mlp = {"mlp.gate_proj.weight": (width, C), "mlp.up_proj.weight": (width, C), "mlp.down_proj.weight": (C, width)}
+    mlp = {f"mlp.{part}_proj.weight": (width, C) for part in ("gate", "up")} | {"mlp.down_proj.weight": (C, width)}
     dense = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | mlp
     embed = "word_embeddings" if config["model_type"] == "bailing_moe_v2" else "embed_tokens"
     expected = {f"model.{embed}.weight": (V, C), "model.norm.weight": (C,)}
@@ -140,7 +143,7 @@ def expected_stack(config, names):
     return expected
 
 
-# ---- The source ------------------------------------------------------------------------------------------------------
+# ---- The source --------------------------------------------------------------------------------------------
 
 class Source:
     """A target directory: its config (dict and text) and its tensors' headers."""
@@ -165,7 +168,7 @@ class Source:
                 if at in self.entries]
 
     def dtype(self, name, tensor):
-        """dtype to write a tensor of layer N in: its likes', else for the router its own, else the embedding's."""
+        """dtype to write a tensor of layer N in: its likes', else the router's own, else the embedding's."""
         embed = [at for at in self.entries if at.endswith(("embed_tokens.weight", "word_embeddings.weight"))]
         for at in self.likes(name) + ([] if name.endswith(ROUTER) else embed):
             if self.entries[at].dtype in DTYPES:
@@ -189,46 +192,48 @@ def native_config(source):
     return text
 
 
-# ---- Dense targets as MoE models --------------------------------------------------------------------------------------
-# A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want one MoE layer or more in the
-# main stack: the last MLP becomes a shared expert (weight 1, no gate) beside routed experts of zeros, which add nothing.
+# ---- Dense targets as MoE models ---------------------------------------------------------------------------
+# A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want a MoE layer in the main
+# stack: the last MLP becomes a shared expert (weight 1, no gate) beside routed experts of zeros, which add nothing.
 
 def dense_config(source, draft, layout):
     """Text of OUT/config.json for a dense source and its draft's MTPConfig."""
     if "quantization_config" in source.config:
-        raise ValueError(f"the dense target {source.path} is quantised; its layers can only be rewritten plain: "
-                         "de-quantise it first")
+        raise ValueError(f"the dense target {source.path} is quantised; rewriting it needs plain weights")
     if layout == "hy_v3" and draft.attention_bias:
         raise ValueError(f"hy_v3 has no q, k, v biases, this {source.family} target has; give --layout glm4_moe")
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "dtype",
-            "torch_dtype", "hidden_act", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-    same = ("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range", "attention_bias", "rope_theta",
-            "partial_rotary_factor", "num_experts_per_tok", "moe_intermediate_size")
     E, shared, scale, N = draft.n_routed_experts, draft.n_shared_experts, draft.routed_scaling_factor, source.N
-    own = {"glm4_moe": dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=E, n_shared_experts=shared, n_group=1,
-                            topk_group=1, use_qk_norm=draft.use_qk_norm, norm_topk_prob=draft.norm_topk_prob,
-                            routed_scaling_factor=scale),
-           "hy_v3": dict(architectures=["HYV3ForCausalLM"], num_experts=E, num_shared_experts=shared, mlp_bias=False,
-                         expert_hidden_dim=draft.moe_intermediate_size, qk_norm=draft.use_qk_norm,
-                         route_norm=draft.norm_topk_prob, router_scaling_factor=scale, enable_moe_fp32_combine=False,
-                         mlp_layer_types=["dense"] * (N - 1) + ["sparse"])}[layout]
+    if layout == "glm4_moe":
+        own = dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=E, n_shared_experts=shared, n_group=1,
+                   topk_group=1, use_qk_norm=draft.use_qk_norm, norm_topk_prob=draft.norm_topk_prob,
+                   routed_scaling_factor=scale)
+    else:
+        own = dict(architectures=["HYV3ForCausalLM"], num_experts=E, num_shared_experts=shared, mlp_bias=False,
+                   expert_hidden_dim=draft.moe_intermediate_size, qk_norm=draft.use_qk_norm,
+                   route_norm=draft.norm_topk_prob, router_scaling_factor=scale, enable_moe_fp32_combine=False,
+                   mlp_layer_types=["dense"] * (N - 1) + ["sparse"])
+    same = ("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range", "attention_bias",
+            "rope_theta", "partial_rotary_factor", "num_experts_per_tok", "moe_intermediate_size")
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "dtype", "torch_dtype", "hidden_act", "max_position_embeddings", "bos_token_id",
+            "eos_token_id", "pad_token_id")
     rope = {"rope_type": "default", "rope_theta": draft.rope_theta, "partial_rotary_factor": 1.0}
-    return json.dumps({"model_type": layout, **own, **{key: getattr(draft, key) for key in same},
-                       **{key: source.config[key] for key in kept if key in source.config}, "rope_parameters": rope,
-                       "tie_word_embeddings": False, "first_k_dense_replace": N - 1, "num_nextn_predict_layers": 1},
-                      indent=2) + "\n"
+    config = {"model_type": layout, **own, "rope_parameters": rope, "tie_word_embeddings": False,
+              "first_k_dense_replace": N - 1, "num_nextn_predict_layers": 1}
+    config |= {key: getattr(draft, key) for key in same}
+    return json.dumps(config | {k: source.config[k] for k in kept if k in source.config}, indent=2) + "\n"
 
 
 def dense_name(source, layout, name):
     """A dense source's tensor name in OUT; None: not carried over."""
-    mlp = f"model.layers.{source.N - 1}.mlp."
-    if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and source.config.get("tie_word_embeddings"):
+    mlp, tied = f"model.layers.{source.N - 1}.mlp.", source.config.get("tie_word_embeddings")
+    if name.endswith("rotary_emb.inv_freq") or tied and name == "lm_head.weight":
         return None
     return name.replace(mlp, mlp + ("shared_mlp." if layout == "hy_v3" else "shared_experts."))
 
 
 def dense_additions(source, config, names):
-    """{name: tensor}: the last layer's router and experts, all zeros, and an untied head. `names`: those OUT keeps."""
+    """{name: tensor}: the last layer's router and experts, all zeros, and an untied head; `names`: OUT's others."""
     expected, mlp = expected_stack(config, names), f"model.layers.{source.N - 1}.mlp."
     unknown = sorted(names - expected.keys())
     if unknown:
@@ -242,10 +247,10 @@ def dense_additions(source, config, names):
     return found
 
 
-# ---- Quantised targets ------------------------------------------------------------------------------------------------
+# ---- Quantised targets -------------------------------------------------------------------------------------
 
 def requantised(source, name, tensor):
-    """{name: codes, scale's name: scale} in the scheme of the tensor's likes; {name: tensor} where they are plain."""
+    """{name: codes, scale's name: scale} in the scheme of a tensor's likes; {name: tensor} if they are plain."""
     like = next(iter(source.likes(name)), "")
     suffix = next((s for s in SCALES if like.removesuffix(".weight") + s in source.entries), None)
     if suffix is None or source.entries[like].dtype not in CODES:
@@ -254,7 +259,8 @@ def requantised(source, name, tensor):
     old, w = source.checkpoint._raw(like.removesuffix(".weight") + suffix), tensor.float()
     if suffix == ".weight_scale_inv":
         (b0, b1), (n, m) = source.checkpoint.block, w.shape
-        tiles = torch.nn.functional.pad(w, (0, -m % b1, 0, -n % b0)).unflatten(1, (-1, b1)).unflatten(0, (-1, b0))
+        tiles = torch.nn.functional.pad(w, (0, -m % b1, 0, -n % b0)).unflatten(1, (-1, b1))
+        tiles = tiles.unflatten(0, (-1, b0))  # (n / b0, b0, m / b1, b1)
         scale = (tiles.abs().amax((1, 3)) / most).clamp(min=1e-12).to(old.dtype)
         full = scale.float().repeat_interleave(b0, 0)[:n].repeat_interleave(b1, 1)[:, :m]
     else:
@@ -267,18 +273,18 @@ def requantised(source, name, tensor):
 
 
 def name_unquantised(text, names, prefix):
-    """config.json's text with the modules of layer N's plain tensors named as unquantised (unchanged if they are).
+    """config.json's text with the modules of layer N's plain tensors named as unquantised, unchanged if they are.
 
-    Engines ask for the modules they build (qkv_proj, gate_up_proj, mlp.experts) as well as for the stored ones."""
+    Engines ask for modules as they build them (qkv_proj, gate_up_proj, mlp.experts), or as they are stored."""
     quantised = json.loads(text)["quantization_config"]
     method = quantised.get("quant_method")
     keys = {"fp8": ["ignored_layers", "modules_to_not_convert"], "compressed-tensors": ["ignore"]}.get(method)
     if keys is None:
-        raise ValueError(f"quant_method {method!r} is not known here (fp8 and compressed-tensors are), so it cannot be "
-                         "told that the MTP layer is plain; convert the unquantised checkpoint")
-    modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight") and "norm" not in name}
-    modules |= {re.sub(r"\bq_proj$", "qkv_proj", re.sub(r"\bgate_proj$", "gate_up_proj", name)) for name in modules
-                if ".experts." not in name} | {prefix + "mlp.experts"}
+        raise ValueError(f"quant_method {method!r} is not known here (fp8 and compressed-tensors are), so it "
+                         "cannot be told that the MTP layer is plain; convert the unquantised checkpoint")
+    modules = {n.removesuffix(".weight") for n in names if n.endswith(".weight") and "norm" not in n}
+    modules |= {re.sub(r"\.experts\..*", ".experts", re.sub(r"\bq_proj$", "qkv_proj", re.sub(
+        r"\bgate_proj$", "gate_up_proj", name))) for name in modules}
     for key in [key for key in keys if quantised.get(key)] or keys[-1:]:
         listed = quantised.get(key) or []
         patterns = [re.compile(name[3:]) for name in listed if name.startswith("re:")]
@@ -288,7 +294,7 @@ def name_unquantised(text, names, prefix):
     return text if same else set_key(text, "quantization_config", quantised)
 
 
-# ---- Plan and writing ------------------------------------------------------------------------------------------------
+# ---- Plan and writing --------------------------------------------------------------------------------------
 
 class Plan(NamedTuple):
     source: Source
@@ -297,10 +303,6 @@ class Plan(NamedTuple):
     new: dict       # {name: tensor} of the draft's shard
     metadata: dict  # of that shard
 
-    def files(self):
-        """{source file: file in OUT}: a lone model.safetensors is renamed, or loaders would not look at the index."""
-        return {f: "model-00001-of-00001.safetensors" if f == "model.safetensors" else f for f in self.keep}
-
     def intact(self, file):
         """Can OUT link this shard: are all its keys kept under their own names?"""
         have = [name for name, entry in self.source.entries.items() if entry.file == file]
@@ -308,10 +310,9 @@ class Plan(NamedTuple):
 
     def entries(self):
         """{name: Entry} of OUT."""
-        found = {name: Entry(NAMES[t.dtype], tuple(t.shape), t.nbytes, SHARD) for name, t in self.new.items()}
-        for file, out in self.files().items():
-            found |= {name: self.source.entries[old]._replace(file=out) for old, name in self.keep[file].items()}
-        return found
+        kept = {new: self.source.entries[old]._replace(file=RENAMED.get(file, file))
+                for file, names in self.keep.items() for old, new in names.items()}
+        return kept | {n: Entry(NAMES[t.dtype], tuple(t.shape), t.nbytes, SHARD) for n, t in self.new.items()}
 
 
 def make_plan(model, meta, source, layout, draft_only=False, requantize=False):
@@ -319,7 +320,8 @@ def make_plan(model, meta, source, layout, draft_only=False, requantize=False):
     dense, new, keep = source.family in DENSE, {}, {}
     config = dense_config(source, model.config, layout) if dense else native_config(source)
     for name, tensor in layer_tensors(model.state_dict(), layout, source.prefix).items():
-        new |= requantised(source, name, tensor) if requantize else {name: tensor.to(source.dtype(name, tensor))}
+        plain = {name: tensor.to(source.dtype(name, tensor))}
+        new |= requantised(source, name, tensor) if requantize else plain
     if "quantization_config" in source.config:
         plain = [name for name, tensor in new.items() if NAMES[tensor.dtype] in DTYPES]
         config = name_unquantised(config, plain, source.prefix)
@@ -339,30 +341,31 @@ def write(plan, folder):
     """Fill a new folder as planned."""
     folder.mkdir()
     source, entries = plan.source, plan.entries()
-    for file, out in plan.files().items():
+    for file, names in plan.keep.items():
         if plan.intact(file):
-            link_or_copy(source.path / file, folder / out)
+            link_or_copy(source.path / file, folder / RENAMED.get(file, file))
         else:
-            save_shard(folder / out, {new: source.checkpoint._raw(old) for old, new in plan.keep[file].items()}, {})
+            tensors = {new: source.checkpoint._raw(old) for old, new in names.items()}
+            save_shard(folder / RENAMED.get(file, file), tensors, {})
     save_shard(folder / SHARD, plan.new, plan.metadata)
     index = {"metadata": {"total_size": sum(entry.size for entry in entries.values())},
              "weight_map": {name: entries[name].file for name in sorted(entries)}}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (folder / "config.json").write_text(plan.config)
     for path in source.path.iterdir():
-        if path.is_file() and path.name[0] != "." and not path.name.endswith(("config.json", *WEIGHTS)[1:]):
-            if path.name != "config.json":
-                shutil.copy2(path.resolve(), folder / path.name)
+        if path.is_file() and not path.name.endswith(WEIGHTS) and path.name[0] != "." and path.name != "config.json":
+            shutil.copy2(path.resolve(), folder / path.name)
 
 
 def show(plan):
     for name, entry in sorted(plan.entries().items(), key=lambda item: (item[1].file, item[0])):
         print(f"{entry.file}  {name}  {list(entry.shape)}  {entry.dtype}")
-    for file, out in plan.files().items():
-        print(f"{out}: {'hard link to' if plan.intact(file) else 'rewritten from'} {plan.source.path / file}")
+    for file in plan.keep:
+        how = "hard link to" if plan.intact(file) else "rewritten from"
+        print(f"{RENAMED.get(file, file)}: {how} {plan.source.path / file}")
 
 
-# ---- Check -----------------------------------------------------------------------------------------------------------
+# ---- Check -------------------------------------------------------------------------------------------------
 
 def check(folder):
     """(problems, metadata of the draft's shard) of a serving directory: what is wrong, one line each."""
@@ -377,9 +380,9 @@ def check(folder):
             continue
         entries |= found
         metadata |= about if path.name == SHARD else {}
-        problems += [f"{name} lies in {path.name}, the index says {files.get(name, 'nothing')}" for name in found
-                     if files.get(name) != path.name]
-    problems += [f"{name} is indexed in {file}, which " + ("lacks it" if (folder / file).exists() else "does not exist")
+        problems += [f"{name} lies in {path.name}, the index says {files.get(name, 'nothing')}"
+                     for name in found if files.get(name) != path.name]
+    problems += [f"{name} is indexed in {file}, which {'lacks it' if (folder / file).exists() else 'does not exist'}"
                  for name, file in files.items() if name not in entries]
     size, said = sum(entry.size for entry in entries.values()), index.get("metadata", {}).get("total_size")
     if size != said:
@@ -387,11 +390,12 @@ def check(folder):
     problems += [f"config.json lacks {key}, which vLLM reads" for key in HY_V3
                  if config["model_type"] == "hy_v3" and config.get(key) is None]
     if config.get("num_nextn_predict_layers") != 1:
-        problems.append(f"num_nextn_predict_layers is {config.get('num_nextn_predict_layers')} in config.json, not 1")
+        problems.append(f"num_nextn_predict_layers is {config.get('num_nextn_predict_layers')}, expected 1")
     problems += check_layer(folder, config, entries)
     stack = expected_stack(config, entries) if metadata.get("mtp_draft_only") != "True" else {}
-    packed = "quantization_config" in config  # packed formats have names of their own
-    return problems + wrong_shapes({n: shape for n, shape in stack.items() if n in entries or not packed}, entries), metadata
+    if "quantization_config" in config:  # packed formats have names of their own
+        stack = {name: shape for name, shape in stack.items() if name in entries}
+    return problems + wrong_shapes(stack, entries), metadata
 
 
 def wrong_shapes(expected, entries):
@@ -429,7 +433,7 @@ def check_layer(folder, config, entries):
 
 
 def report(folder, name=None):
-    """Print the check of a folder and which engine its draft is exact for; returns True if nothing is wrong."""
+    """Print the check of a folder and the engine its draft is exact for; returns True if nothing is wrong."""
     problems, metadata = check(folder)
     for line in problems:
         print(f"wrong: {line}")
@@ -441,17 +445,17 @@ def report(folder, name=None):
     recycle, zero = metadata["mtp_recycle"], metadata["mtp_zero_first_embedding"] == "True"
     best = ", ".join(f"{engine} (--recycle {r}{' --zero-first-embedding' if z else ''})"
                      for (kind, r, z), engine in EXACT.items() if kind == layout)
-    print(f"trained with recycle {recycle}, zero_first_embedding {zero}, {metadata['mtp_ttt_length']} steps: exact for "
-          + EXACT.get((layout, recycle, zero), f"no engine; {layout} drafts can be for {best}"))
+    print(f"trained with recycle {recycle}, zero_first_embedding {zero}, {metadata['mtp_ttt_length']} steps: exact "
+          "for " + EXACT.get((layout, recycle, zero), f"no engine; {layout} drafts can be for {best}"))
     return not problems
 
 
-# ---- Command line ----------------------------------------------------------------------------------------------------
+# ---- Command line ------------------------------------------------------------------------------------------
 
 def open_source(args, meta):
     """The draft's target as a Source; a config.json other than the one it was trained for is refused."""
     if not args.target and not os.path.isdir(meta["target"]):
-        raise FileNotFoundError(f"the draft's target {meta['target']} is not there any more; give --target DIR")
+        raise FileNotFoundError(f"the draft's target {meta['target']} is not there; give --target DIR")
     source = Source(find_target(args.target or meta["target"]))
     if source.sha256 != meta["target_config_sha256"]:
         raise ValueError(f"the draft was trained for another target: config.json of {source.path} has sha256 "
@@ -466,7 +470,7 @@ def convert(args):
     if layout in DENSE:
         layout = args.layout or ("glm4_moe" if model.config.attention_bias else "hy_v3")
     elif args.layout not in (None, layout):
-        raise ValueError(f"--layout {args.layout}: the target is a {layout} checkpoint already; leave --layout out")
+        raise ValueError(f"--layout {args.layout}: the target is {layout} already; leave --layout out")
     plan = make_plan(model, meta, source, layout, args.draft_only, args.requantize)
     if args.dry_run:
         return show(plan)
@@ -481,7 +485,7 @@ def convert(args):
         with atomic(out) as aside:
             write(plan, aside)
             if not report(aside, args.out):
-                raise ValueError("what was written fails its own check (above), so nothing was kept; please report it")
+                raise ValueError("what was written fails its own check (above), so nothing is kept; a fault of ours")
     finally:
         shutil.rmtree(out.with_name(f".{out.name}.partial"), ignore_errors=True)
 
@@ -495,15 +499,15 @@ def main(arguments=None):
     parser.add_argument("--layout", choices=["glm4_moe", "hy_v3"],
                         help="how to write a dense target (default hy_v3; glm4_moe if it has biases)")
     parser.add_argument("--requantize", action="store_true",
-                        help="draft's layer in the quantised target's scheme (default: plain, named as unquantised)")
-    parser.add_argument("--draft-only", action="store_true", help="write the draft's layer and config.json alone")
+                        help="write the draft in the quantised target's scheme (default: plain and named so)")
+    parser.add_argument("--draft-only", action="store_true", help="write the draft's layer and config alone")
     parser.add_argument("--dry-run", action="store_true", help="list what would be written")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.add_argument("--check", metavar="OUT", help="check a serving directory; exit status 1 if it is wrong")
+    parser.add_argument("--check", metavar="OUT", help="check a serving directory; exit 1 if it is wrong")
     args = parser.parse_args(arguments)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: print(f"convert.py: warning: {message}", file=sys.stderr)
+            warnings.showwarning = lambda text, *_: print(f"convert.py: warning: {text}", file=sys.stderr)
             if args.check:
                 return 0 if report(args.check) else 1
             if not args.draft or not (args.out or args.dry_run):
