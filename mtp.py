@@ -981,8 +981,9 @@ LAYOUTS = {
     "hy_v3": {"shared_head.norm.": "final_layernorm.", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
               "mlp.gate.weight": "mlp.router.gate.weight", "mlp.shared_experts.": "mlp.shared_mlp."},
     "bailing_moe_v2": {"shared_head.norm.": "final_layernorm.", "self_attn.o_proj": "attention.dense",
-                       "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
-                       "self_attn.": "attention.", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"},
+                       "self_attn.q_norm": "attention.query_layernorm",
+                       "self_attn.k_norm": "attention.key_layernorm", "self_attn.": "attention.",
+                       "e_score_correction_bias": "expert_bias"},
 }
 SCALES = (".weight_scale_inv", ".weight_scale")
 
@@ -1022,7 +1023,7 @@ class Checkpoint:
                                     "safetensors checkpoints are read")
         config = json.loads((self.path / "config.json").read_text())
         self.block = (config.get("quantization_config") or {}).get("weight_block_size")
-        self.parts = {}  # bailing_moe_v2 keeps q, k, v in one tensor: name of a part -> (stored name, its share of the rows)
+        self.parts = {}  # bailing_moe_v2 keeps q, k, v in one: name of a part -> (stored name, heads, which)
         G, H = config.get("num_key_value_heads", 1), config.get("num_attention_heads", 1)
         for stored in [name for name in self.files if ".attention.query_key_value." in name]:
             for i, part in enumerate("qkv"):
@@ -1069,49 +1070,57 @@ def mtp_prefix(config, names):
     return f"model.layers.{N}."
 
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3")  # targets without an MTP layer; convert.py writes them as MoE models
+SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without MTP; convert.py writes them as MoE models
 
 
-def read_target_config(config, names, n_routed_experts=None, num_experts_per_tok=None, moe_intermediate_size=None,
-                       n_shared_experts=None):
-    """MTPConfig of a target (config dict, tensor names). A MoE target settles it; for a dense one the sizes can be given.
-
-    Shared experts as wide as the dense MLP: convert.py makes the last MLP of the target a shared expert."""
-    family, sizes = config.get("model_type"), (n_routed_experts, num_experts_per_tok, moe_intermediate_size, n_shared_experts)
+def read_target_config(config, names, **sizes):
+    """MTPConfig of a target (config dict, tensor names). `sizes`: SIZES of a dense target's draft."""
+    family = config.get("model_type")
     if family == "bailing_moe_v2":
-        odd = {key: config[key] for key, usual in (("use_bias", False), ("score_function", "sigmoid"),
-               ("moe_shared_expert_intermediate_size", config["moe_intermediate_size"])) if config.get(key) not in (None, usual)}
-        if odd:
-            raise ValueError(f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
-        rotary = read_rope(config)[1]
-        config = {**config, "model_type": "glm4_moe", "n_routed_experts": config["num_experts"],
-                  "n_shared_experts": config.get("num_shared_experts") or 0, "n_group": config.get("n_group") or 1,
-                  "topk_group": config.get("topk_group") or 1, "attention_bias": bool(config.get("use_qkv_bias")),
-                  "partial_rotary_factor": 1.0 if rotary is None else rotary}
-    if family not in DENSE:
-        if any(sizes):
-            raise ValueError(f"--n-routed-experts, --num-experts-per-tok, --moe-intermediate-size and --n-shared-experts are "
-                             f"for dense targets ({', '.join(DENSE)}); a {family} target's draft has the target's own sizes")
-        return replace(MTPConfig.from_hf(config, names), model_type=family)
+        config = _from_bailing(config)
+    elif family in DENSE:
+        config = _from_dense(config, names, **sizes)
+    elif any(sizes.values()):
+        flags = ", ".join("--" + name.replace("_", "-") for name in sizes)
+        raise ValueError(f"{flags} are for dense targets ({', '.join(DENSE)}); a {family} target's draft "
+                         "has the sizes of the target")
+    return replace(MTPConfig.from_hf(config, names), model_type=family)
+
+
+def _from_bailing(config):
+    usual = {"use_bias": False, "score_function": "sigmoid",
+             "moe_shared_expert_intermediate_size": config["moe_intermediate_size"]}
+    odd = {key: config[key] for key, value in usual.items() if config.get(key) not in (None, value)}
+    if odd:
+        raise ValueError(f"the bailing_moe_v2 target has {odd}, which the draft layer cannot express")
+    rotary = read_rope(config)[1]
+    return {**config, "model_type": "glm4_moe", "n_routed_experts": config["num_experts"],
+            "n_shared_experts": config.get("num_shared_experts") or 0, "n_group": config.get("n_group") or 1,
+            "topk_group": config.get("topk_group") or 1, "attention_bias": bool(config.get("use_qkv_bias")),
+            "partial_rotary_factor": 1.0 if rotary is None else rotary}
+
+
+def _from_dense(config, names, n_routed_experts=None, num_experts_per_tok=None, moe_intermediate_size=None,
+                n_shared_experts=None):
+    """A dense config as glm4_moe's; the shared expert as wide as the MLP, which convert.py turns into one."""
+    family, width, F = config["model_type"], config["intermediate_size"], moe_intermediate_size
     window = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
     if window or "sliding_attention" in (config.get("layer_types") or []):
-        raise ValueError(f"the {family} target has sliding-window attention (sliding_window {config.get('sliding_window')}), "
-                         "which neither the draft nor its serving layouts have; full attention is needed")
+        raise ValueError(f"the {family} target has sliding-window attention ({config.get('sliding_window')} "
+                         "tokens), which neither the draft nor its serving layouts have")
     if any(name.endswith("o_proj.bias") for name in names):
         raise ValueError(f"the {family} target has o_proj biases, which no serving layout of a draft has")
-    width, F, shared = config["intermediate_size"], moe_intermediate_size, n_shared_experts
-    shared = shared or (max(1, width // F) if F else next(n for n in (4, 2, 1) if width % (32 * n) == 0 or n == 1))
+    shared = n_shared_experts or (max(1, width // F) if F else 4 if width % 128 == 0 else 1)
     F = F or width // shared
     if shared * F != width:
-        raise ValueError(f"--n-shared-experts {shared} times --moe-intermediate-size {F} must be the dense target's "
-                         f"intermediate_size {width}")
-    H = config["num_attention_heads"]
-    config = {"num_key_value_heads": H, "rms_norm_eps": 1e-6, **config, "model_type": "glm4_moe", "n_shared_experts": shared,
-              "partial_rotary_factor": 1.0, "n_routed_experts": n_routed_experts or 8, "moe_intermediate_size": F,
-              "num_experts_per_tok": num_experts_per_tok or 2,
-              "use_qk_norm": any(name.endswith("q_norm.weight") for name in names),
-              "attention_bias": any(name.endswith("q_proj.bias") for name in names)}
-    return replace(MTPConfig.from_hf(config), model_type=family)
+        raise ValueError(f"--n-shared-experts {shared} times --moe-intermediate-size {F} must be the dense "
+                         f"target's intermediate_size {width}")
+    return {"num_key_value_heads": config["num_attention_heads"], **config, "model_type": "glm4_moe",
+            "n_shared_experts": shared, "moe_intermediate_size": F, "n_routed_experts": n_routed_experts or 8,
+            "num_experts_per_tok": num_experts_per_tok or 2, "partial_rotary_factor": 1.0,
+            "use_qk_norm": any(name.endswith("q_norm.weight") for name in names),
+            "attention_bias": any(name.endswith("q_proj.bias") for name in names)}
 
 
 @torch.no_grad()
@@ -1198,7 +1207,8 @@ def load_draft(path):
 class Target:
     """A frozen Hugging Face causal LM: the source of hidden states, embedding, lm_head, and the verifier of drafts."""
 
-    def __init__(self, path, *, dtype="auto", device="cpu", device_map=None, trust_remote_code=False, sizes={}):
+    def __init__(self, path, *, dtype="auto", device="cpu", device_map=None, trust_remote_code=False,
+                 **draft_sizes):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
         logging.disable_progress_bar()
@@ -1206,7 +1216,7 @@ class Target:
         raw = (self.path / "config.json").read_bytes()
         self.config, self.sha256 = json.loads(raw), hashlib.sha256(raw).hexdigest()
         self.checkpoint = Checkpoint(self.path)
-        self.draft_config = read_target_config(self.config, self.checkpoint.files, **sizes)  # before hours of loading
+        self.draft_config = read_target_config(self.config, self.checkpoint.files, **draft_sizes)  # or fail
         options = dict(trust_remote_code=trust_remote_code, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -1660,7 +1670,7 @@ def option(default, help, **more):
 
 @dataclass
 class ModelOptions:
-    target: str = option(None, "HF checkpoint directory or hub id (glm4_moe, hy_v3; llama, mistral, qwen2, qwen3); default: the demo target")
+    target: str = option(None, "HF checkpoint directory or hub id (glm4_moe, hy_v3, llama..); default: demo")
     dtype: str = option("auto", "dtype the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
     target_device_map: str = option(None, "passed to transformers as device_map, e.g. auto, for large targets")
@@ -1677,10 +1687,10 @@ class TrainConfig(ModelOptions):
     backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp = fa, row split over all ranks; "
                           "auto = fa where it runs", choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
     ttt_length: int = option(3, "K: draft steps trained per row")
-    n_routed_experts: int = option(None, "dense target: E, experts of its draft (default 8)")
-    num_experts_per_tok: int = option(None, "dense target: A, experts per token (default 2)")
-    moe_intermediate_size: int = option(None, "dense target: F, expert width (default intermediate_size / n_shared_experts)")
-    n_shared_experts: int = option(None, "dense target: shared experts, times F = intermediate_size (default 4)")
+    n_routed_experts: int = option(None, "dense target: E, experts of its draft (8)")
+    num_experts_per_tok: int = option(None, "dense target: A, experts per token (2)")
+    moe_intermediate_size: int = option(None, "dense target: F, expert width")
+    n_shared_experts: int = option(None, "dense target: shared experts, times F = intermediate_size (4)")
     recycle: str = option("post", "hidden state fed to the next step: post (after the final norm) or pre; README, Serving",
                           choices=["post", "pre"])
     zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
@@ -1922,9 +1932,7 @@ def open_target(cfg, ranks, path=None):
     path = path or cfg.target or open_demo(ranks)
     dtype = cfg.dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     return Target(path, dtype=dtype, device=ranks.device, device_map=cfg.target_device_map,
-                  trust_remote_code=cfg.trust_remote_code,
-                  sizes={name: getattr(cfg, name, None) for name in ("n_routed_experts", "num_experts_per_tok",
-                                                                     "moe_intermediate_size", "n_shared_experts")})
+                  trust_remote_code=cfg.trust_remote_code, **{key: getattr(cfg, key, None) for key in SIZES})
 
 
 def train(cfg):
@@ -2235,48 +2243,55 @@ def generate_command(cfg):
 @dataclass
 class DataConfig(ModelOptions):
     prompts: str = option(None, "prompts: .txt, one a line, or .jsonl with {\"prompt\"} or {\"messages\"}")
-    out: str = option(None, ".jsonl to append to: one line per prompt; an interrupted run goes on where it stopped")
+    out: str = option(None, ".jsonl to write, a line per prompt; an interrupted run goes on where it stopped")
     max_new_tokens: int = option(256, "length limit of an answer")
     batch_size: int = option(16, "prompts answered at a time")
-    raw: bool = option(False, "continue prompts as plain text even if the tokenizer has a chat template")
 
 
 def generate_data(cfg):
-    """`mtp.py generate-data`: the target's own greedy answers to a file of prompts, the text that drafts are made for."""
+    """`mtp.py generate-data`: the target's own greedy answers to a file of prompts, to train a draft on."""
     from tqdm import tqdm
     if not cfg.prompts or not cfg.out:
         raise ValueError("--prompts FILE and --out FILE.jsonl are required")
-    lines = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
-    rows = [json.loads(line) for line in lines] if cfg.prompts.endswith(".jsonl") else [{"prompt": line} for line in lines]
-    wrong = [i for i, row in enumerate(rows, 1) if not isinstance(row, dict) or not row.keys() & {"prompt", "messages"}]
-    if wrong:
-        raise ValueError(f"{cfg.prompts}: prompt {wrong[0]} has neither \"prompt\" nor \"messages\"")
+    rows = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [json.loads(line) if cfg.prompts.endswith(".jsonl") else {"prompt": line} for line in rows]
     target = open_target(cfg, start_ranks(argparse.Namespace(**vars(cfg), backend="sdpa")))
-    tokenizer, chat = target.tokenizer, not cfg.raw and target.tokenizer.chat_template is not None
-    done = Path(cfg.out).read_bytes() if Path(cfg.out).exists() else b""
+    known = {"prompt", "messages"} if target.tokenizer.chat_template else {"prompt"}
+    if not all(isinstance(row, dict) and row.keys() & known for row in rows):
+        raise ValueError(f"{cfg.prompts}: each line must be an object with {' or '.join(sorted(known))}; "
+                         "messages need a tokenizer with a chat template")
+    out = Path(cfg.out)
+    done = out.read_bytes() if out.exists() else b""
     done = done[:done.rfind(b"\n") + 1]  # a line cut short is written again
-    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-    with open(cfg.out, "ab") as file, tqdm(total=len(rows), initial=done.count(b"\n"), unit="prompt", mininterval=1) as bar:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    bar = tqdm(total=len(rows), initial=done.count(b"\n"), desc="answers", unit="prompt", mininterval=1)
+    with open(out, "ab") as file, bar:
         file.truncate(len(done))
         for i in range(bar.n, len(rows), cfg.batch_size):
-            part = rows[i:i + cfg.batch_size]
-            if chat:
-                part = [row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in part]
-                ids = [tokenizer.apply_chat_template(row, add_generation_prompt=True)["input_ids"] for row in part]
-            else:
-                part = [row["prompt"] for row in part]
-                ids = [tokenizer(text)["input_ids"] for text in part]
-            longest = max(map(len, ids))
-            padded = [[0] * (longest - len(row)) + row for row in ids]
-            mask = [[0] * (longest - len(row)) + [1] * len(row) for row in ids]
-            out = target.model.generate(*torch.tensor([padded], device=target.model.device), do_sample=False,
-                                        attention_mask=torch.tensor(mask, device=target.model.device),
-                                        max_new_tokens=cfg.max_new_tokens, pad_token_id=tokenizer.pad_token_id or 0)
-            for row, text in zip(part, tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)):
-                line = {"messages": [*row, {"role": "assistant", "content": text}]} if chat else {"text": row + text}
+            for line in answers(target, rows[i:i + cfg.batch_size], cfg.max_new_tokens):
                 file.write(json.dumps(line).encode() + b"\n")
+                bar.update()
             file.flush()
-            bar.update(len(part))
+
+
+def answers(target, rows, max_new_tokens):
+    """Greedy answers to prompts, a batch padded on the left; {"messages"} if there is a chat template."""
+    tokenizer, device = target.tokenizer, target.model.device
+    chat = tokenizer.chat_template
+    if chat:
+        rows = [row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in rows]
+        ids = [tokenizer.apply_chat_template(row, add_generation_prompt=True)["input_ids"] for row in rows]
+    else:
+        rows = [row["prompt"] for row in rows]
+        ids = [tokenizer(text)["input_ids"] for text in rows]
+    longest = max(map(len, ids))
+    batch = torch.tensor([[0] * (longest - len(row)) + row for row in ids], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=device)
+    out = target.model.generate(batch, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens,
+                                pad_token_id=tokenizer.pad_token_id or 0)
+    texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+    return [{"messages": [*row, {"role": "assistant", "content": text}]} if chat else {"text": row + text}
+            for row, text in zip(rows, texts)]
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
