@@ -1,19 +1,19 @@
 """convert.py - put a trained draft into the checkpoint that serving engines load, and check such checkpoints.
 
-      python convert.py DRAFT --out OUT                   a serving directory: the target with the draft in it
-      python convert.py DRAFT --out OUT --layout hy_v3    the same for a dense target (Llama, Mistral, Qwen2, 3)
-      python convert.py DRAFT --out OUT --draft-only      the draft's layer alone
-      python convert.py DRAFT --out OUT --dry-run         list every key, shape, dtype and file; write nothing
-      python convert.py --check OUT                       is every key there, indexed, well shaped and finite?
+      python convert.py DRAFT --out OUT                  a serving directory: the target with the draft in it
+      python convert.py DRAFT --out OUT --layout hy_v3   the same for a dense target (Llama, Mistral, Qwen)
+      python convert.py DRAFT --out OUT --draft-only     the draft's layer alone
+      python convert.py DRAFT --out OUT --dry-run        list every key, shape, dtype and file; write nothing
+      python convert.py --check OUT                      is every key there, indexed, well shaped and finite?
 
-OUT holds the target's shards (hard links: edit neither; rewritten only if keys in them change), the draft as layer
-N = num_hidden_layers in a shard of its own, an index of all keys, the target's config.json with
-num_nextn_predict_layers = 1, and its tokenizer files. It appears complete or not at all. The way back needs no
-command: `mtp.py --target OUT` starts from the layer in OUT.
+OUT holds the target's shards (hard links: edit neither; rewritten only if keys in them change), the draft as
+layer N = num_hidden_layers in a shard of its own, an index of all keys, the target's config.json with
+num_nextn_predict_layers = 1, and its tokenizer files. It appears complete or not at all. The way back needs
+no command: `mtp.py --target OUT` starts from the layer in OUT.
 
-Engines load checkpoints with missing, fused or un-indexed draft tensors without a word and then draft garbage, so
-OUT is checked before it appears. A draft is exact only for an engine that feeds back what it was trained with: its
-setting is kept in its shard (safetensors metadata), and --check says which engine that is.
+Engines load checkpoints with missing, fused or un-indexed draft tensors without a word and draft garbage, so
+OUT is checked before it appears. A draft is exact only for an engine that feeds back what it was trained on:
+its setting is kept in its shard (safetensors metadata), and --check says which engine that is.
 """
 from __future__ import annotations
 
@@ -51,11 +51,7 @@ EXACT = {("glm4_moe", "pre", True): "vLLM", ("glm4_moe", "post", False): "SGLang
 
 # ---- Files -------------------------------------------------------------------------------------------------
 
-class Entry(NamedTuple):
-    dtype: str  # safetensors' name
-    shape: tuple
-    size: int   # bytes
-    file: str
+Entry = NamedTuple("Entry", [("dtype", str), ("shape", tuple), ("size", int), ("file", str)])  # size in bytes
 
 
 def read_header(path):
@@ -67,8 +63,8 @@ def read_header(path):
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if os.path.getsize(path) != end:
         raise ValueError(f"{path} has {os.path.getsize(path)} bytes, its header says {end}: it is cut short")
-    return {name: Entry(e["dtype"], tuple(e["shape"]), -int.__sub__(*e["data_offsets"]), Path(path).name)
-            for name, e in header.items()}, metadata
+    return {name: Entry(e["dtype"], tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0],
+                        Path(path).name) for name, e in header.items()}, metadata
 
 
 def set_key(text, key, value):
@@ -80,10 +76,9 @@ def set_key(text, key, value):
             return edited
     if key in json.loads(text):
         return json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
-    body, tail = text.rstrip()[:-1].rstrip(), text[len(text.rstrip()):]
-    indent = re.search(r"\n([ \t]*)\"", text)
+    body, indent = text.rstrip()[:-1].rstrip(), re.search(r"\n([ \t]*)\"", text)
     body += "\n" if body.endswith("{") else ",\n"
-    return f'{body}{indent[1] if indent else "  "}"{key}": {new}\n}}{tail}'
+    return f'{body}{indent[1] if indent else "  "}"{key}": {new}\n}}{text[len(text.rstrip()):]}'
 
 
 def layer_number(name):
@@ -92,18 +87,10 @@ def layer_number(name):
     return int(found[1]) if found else -1
 
 
-def link_or_copy(source, target):
-    source = Path(source).resolve()  # hub caches hold symbolic links
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copy2(source, target)
-
-
 def save_shard(path, tensors, metadata):
     from safetensors.torch import save_file
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(tensors, path, metadata={"format": "pt", **metadata})
+    save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, path,
+              metadata={"format": "pt", **metadata})
 
 
 # ---- What a configuration implies --------------------------------------------------------------------------
@@ -131,12 +118,12 @@ def expected_stack(config, names):
     C, V, width = (config[key] for key in ("hidden_size", "vocab_size", "intermediate_size"))
     layer = {name: shape for name, shape in expected_layer(config, names, "").items()
              if name.startswith(("self_attn.", "attention.", "mlp.", "input_", "post_"))}
-    mlp = {f"mlp.{part}_proj.weight": (width, C) for part in ("gate", "up")} | {"mlp.down_proj.weight": (C, width)}
-    dense = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | mlp
+    dense = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")}
+    dense |= {f"mlp.{part}_proj.weight": (width, C) for part in ("gate", "up")}
+    dense["mlp.down_proj.weight"] = C, width
     embed = "word_embeddings" if config["model_type"] == "bailing_moe_v2" else "embed_tokens"
     expected = {f"model.{embed}.weight": (V, C), "model.norm.weight": (C,)}
-    if not config.get("tie_word_embeddings"):
-        expected["lm_head.weight"] = (V, C)
+    expected |= {} if config.get("tie_word_embeddings") else {"lm_head.weight": (V, C)}
     for i in range(config["num_hidden_layers"]):
         part = dense if i < config.get("first_k_dense_replace", 1) else layer
         expected |= {f"model.layers.{i}.{name}": shape for name, shape in part.items()}
@@ -155,11 +142,8 @@ class Source:
         self.family, self.N = self.config["model_type"], self.config["num_hidden_layers"]
         self.prefix, files = f"model.layers.{self.N}.", self.checkpoint.files
         for file in sorted(set(files.values())):
-            found = read_header(self.path / file)[0]
+            found, _ = read_header(self.path / file)
             self.entries |= {name: entry for name, entry in found.items() if files.get(name) == file}
-        lost = sorted(files.keys() - self.entries.keys())
-        if lost:
-            raise ValueError(f"{path}: the index names tensors that their files lack: {', '.join(lost[:5])}")
         mtp_prefix(self.config, self.entries)  # warns of a second MTP layer
 
     def likes(self, name):
@@ -182,7 +166,7 @@ def native_config(source):
     if source.family != "hy_v3":
         return text
     kinds = config.get("mlp_layer_types") or ["dense"]
-    dense = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+    dense = kinds.count("dense")
     if "dense" in kinds[dense:]:
         raise ValueError(f"mlp_layer_types of {source.path} has dense layers after sparse ones; engines read "
                          "first_k_dense_replace, which cannot say that")
@@ -193,25 +177,25 @@ def native_config(source):
 
 
 # ---- Dense targets as MoE models ---------------------------------------------------------------------------
-# A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want a MoE layer in the main
-# stack: the last MLP becomes a shared expert (weight 1, no gate) beside routed experts of zeros, which add nothing.
+# A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want a MoE layer in
+# the main stack: the last MLP becomes a shared expert (weight 1, no gate) beside routed experts of zeros.
 
 def dense_config(source, draft, layout):
     """Text of OUT/config.json for a dense source and its draft's MTPConfig."""
     if "quantization_config" in source.config:
         raise ValueError(f"the dense target {source.path} is quantised; rewriting it needs plain weights")
     if layout == "hy_v3" and draft.attention_bias:
-        raise ValueError(f"hy_v3 has no q, k, v biases, this {source.family} target has; give --layout glm4_moe")
-    E, shared, scale, N = draft.n_routed_experts, draft.n_shared_experts, draft.routed_scaling_factor, source.N
+        raise ValueError(f"hy_v3 has no q, k, v biases, this {source.family} target has: --layout glm4_moe")
+    E, shared, N = draft.n_routed_experts, draft.n_shared_experts, source.N
     if layout == "glm4_moe":
-        own = dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=E, n_shared_experts=shared, n_group=1,
-                   topk_group=1, use_qk_norm=draft.use_qk_norm, norm_topk_prob=draft.norm_topk_prob,
-                   routed_scaling_factor=scale)
+        own = dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=E, n_shared_experts=shared,
+                   use_qk_norm=draft.use_qk_norm, norm_topk_prob=draft.norm_topk_prob, n_group=1,
+                   topk_group=1, routed_scaling_factor=draft.routed_scaling_factor)
     else:
-        own = dict(architectures=["HYV3ForCausalLM"], num_experts=E, num_shared_experts=shared, mlp_bias=False,
-                   expert_hidden_dim=draft.moe_intermediate_size, qk_norm=draft.use_qk_norm,
-                   route_norm=draft.norm_topk_prob, router_scaling_factor=scale, enable_moe_fp32_combine=False,
-                   mlp_layer_types=["dense"] * (N - 1) + ["sparse"])
+        own = dict(architectures=["HYV3ForCausalLM"], num_experts=E, num_shared_experts=shared,
+                   mlp_bias=False, expert_hidden_dim=draft.moe_intermediate_size, qk_norm=draft.use_qk_norm,
+                   route_norm=draft.norm_topk_prob, router_scaling_factor=draft.routed_scaling_factor,
+                   enable_moe_fp32_combine=False, mlp_layer_types=["dense"] * (N - 1) + ["sparse"])
     same = ("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range", "attention_bias",
             "rope_theta", "partial_rotary_factor", "num_experts_per_tok", "moe_intermediate_size")
     kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -233,7 +217,7 @@ def dense_name(source, layout, name):
 
 
 def dense_additions(source, config, names):
-    """{name: tensor}: the last layer's router and experts, all zeros, and an untied head; `names`: OUT's others."""
+    """{name: tensor}: the last layer's router and experts, zeros, and the untied head; `names`: the rest."""
     expected, mlp = expected_stack(config, names), f"model.layers.{source.N - 1}.mlp."
     unknown = sorted(names - expected.keys())
     if unknown:
@@ -250,7 +234,7 @@ def dense_additions(source, config, names):
 # ---- Quantised targets -------------------------------------------------------------------------------------
 
 def requantised(source, name, tensor):
-    """{name: codes, scale's name: scale} in the scheme of a tensor's likes; {name: tensor} if they are plain."""
+    """{name: codes, name: scale} in the scheme of a tensor's likes; {name: tensor} if they are plain."""
     like = next(iter(source.likes(name)), "")
     suffix = next((s for s in SCALES if like.removesuffix(".weight") + s in source.entries), None)
     if suffix is None or source.entries[like].dtype not in CODES:
@@ -272,10 +256,10 @@ def requantised(source, name, tensor):
             name.removesuffix(".weight") + suffix: scale}
 
 
-def name_unquantised(text, names, prefix):
-    """config.json's text with the modules of layer N's plain tensors named as unquantised, unchanged if they are.
+def name_unquantised(text, names):
+    """config.json's text with the modules of layer N's plain tensors named as unquantised.
 
-    Engines ask for modules as they build them (qkv_proj, gate_up_proj, mlp.experts), or as they are stored."""
+    Engines ask for modules as they build them (qkv_proj, gate_up_proj, mlp.experts) or stored: give both."""
     quantised = json.loads(text)["quantization_config"]
     method = quantised.get("quant_method")
     keys = {"fp8": ["ignored_layers", "modules_to_not_convert"], "compressed-tensors": ["ignore"]}.get(method)
@@ -305,8 +289,7 @@ class Plan(NamedTuple):
 
     def intact(self, file):
         """Can OUT link this shard: are all its keys kept under their own names?"""
-        have = [name for name, entry in self.source.entries.items() if entry.file == file]
-        return self.keep[file] == {name: name for name in have}
+        return self.keep[file] == {n: n for n, entry in self.source.entries.items() if entry.file == file}
 
     def entries(self):
         """{name: Entry} of OUT."""
@@ -324,7 +307,7 @@ def make_plan(model, meta, source, layout, draft_only=False, requantize=False):
         new |= requantised(source, name, tensor) if requantize else plain
     if "quantization_config" in source.config:
         plain = [name for name, tensor in new.items() if NAMES[tensor.dtype] in DTYPES]
-        config = name_unquantised(config, plain, source.prefix)
+        config = name_unquantised(config, plain)
     for name, entry in source.entries.items():
         out = dense_name(source, layout, name) if dense else name
         if out and (layer_number(name) < source.N or name.removeprefix(source.prefix) in OPTIONAL):
@@ -342,27 +325,23 @@ def write(plan, folder):
     folder.mkdir()
     source, entries = plan.source, plan.entries()
     for file, names in plan.keep.items():
-        if plan.intact(file):
-            link_or_copy(source.path / file, folder / RENAMED.get(file, file))
-        else:
-            tensors = {new: source.checkpoint._raw(old) for old, new in names.items()}
-            save_shard(folder / RENAMED.get(file, file), tensors, {})
+        out = folder / RENAMED.get(file, file)
+        if not plan.intact(file):
+            save_shard(out, {new: source.checkpoint._raw(old) for old, new in names.items()}, {})
+            continue
+        try:
+            os.link((source.path / file).resolve(), out)  # hub caches hold symbolic links
+        except OSError:  # another file system
+            shutil.copy2(source.path / file, out)
     save_shard(folder / SHARD, plan.new, plan.metadata)
     index = {"metadata": {"total_size": sum(entry.size for entry in entries.values())},
              "weight_map": {name: entries[name].file for name in sorted(entries)}}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (folder / "config.json").write_text(plan.config)
     for path in source.path.iterdir():
-        if path.is_file() and not path.name.endswith(WEIGHTS) and path.name[0] != "." and path.name != "config.json":
+        done = path.name == "config.json" or path.name.endswith(WEIGHTS)
+        if path.is_file() and not done and path.name[0] != ".":
             shutil.copy2(path.resolve(), folder / path.name)
-
-
-def show(plan):
-    for name, entry in sorted(plan.entries().items(), key=lambda item: (item[1].file, item[0])):
-        print(f"{entry.file}  {name}  {list(entry.shape)}  {entry.dtype}")
-    for file in plan.keep:
-        how = "hard link to" if plan.intact(file) else "rewritten from"
-        print(f"{RENAMED.get(file, file)}: {how} {plan.source.path / file}")
 
 
 # ---- Check -------------------------------------------------------------------------------------------------
@@ -382,7 +361,7 @@ def check(folder):
         metadata |= about if path.name == SHARD else {}
         problems += [f"{name} lies in {path.name}, the index says {files.get(name, 'nothing')}"
                      for name in found if files.get(name) != path.name]
-    problems += [f"{name} is indexed in {file}, which {'lacks it' if (folder / file).exists() else 'does not exist'}"
+    problems += [f"{name} is indexed in {file}, which lacks it or does not exist"
                  for name, file in files.items() if name not in entries]
     size, said = sum(entry.size for entry in entries.values()), index.get("metadata", {}).get("total_size")
     if size != said:
@@ -403,8 +382,8 @@ def wrong_shapes(expected, entries):
     for name, shape in expected.items():
         fused = re.sub(r"experts\.\d+\..*", "experts.gate_up_proj", name)
         if name not in entries:
-            found.append(f"{name} is missing" + (f"; {fused} is there, but engines want one tensor per expert"
-                                                 if fused in entries else ""))
+            why = "; engines want one tensor per expert, not a fused one" if fused in entries else ""
+            found.append(f"{name} is missing{why}")
         elif entries[name].shape != shape:
             found.append(f"{name} has shape {entries[name].shape}, the config implies {shape}")
     return found
@@ -418,16 +397,14 @@ def check_layer(folder, config, entries):
     known = expected | {prefix + name: head for name in OPTIONAL if prefix + name in entries}
     problems = wrong_shapes(known, entries)
     for name in [name for name in expected if name in entries and name in checkpoint.files]:
-        try:
-            problems += [] if checkpoint.read(name).isfinite().all() else [f"{name} holds nan or inf"]
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
+        if not checkpoint.read(name).isfinite().all():
+            problems.append(f"{name} holds nan or inf")
     coded = [name for name in expected if name in entries and entries[name].dtype in CODES]
     known = known.keys() | {name.removesuffix(".weight") + suffix for name in coded for suffix in SCALES}
     problems += [f"{name} belongs to no MTP layer of this family: engines stumble over it or ignore it"
                  for name in entries if layer_number(name) >= N and name not in known]
     plain = [name for name in expected if name not in coded]
-    if "quantization_config" in config and name_unquantised(text, plain, prefix) != text:
+    if "quantization_config" in config and name_unquantised(text, plain) != text:
         problems.append("quantization_config does not name the plain modules of the MTP layer as unquantised")
     return problems
 
@@ -439,14 +416,13 @@ def report(folder, name=None):
         print(f"wrong: {line}")
     layout = json.loads((Path(folder) / "config.json").read_text())["model_type"]
     print(f"{name or folder}: {f'{len(problems)} problems' if problems else 'complete'}, {layout}")
-    if "mtp_recycle" not in metadata:
-        print("how the draft was trained is not known: its shard was not written by convert.py")
-        return not problems
-    recycle, zero = metadata["mtp_recycle"], metadata["mtp_zero_first_embedding"] == "True"
+    recycle, zero, K = (metadata.get(f"mtp_{k}") for k in ("recycle", "zero_first_embedding", "ttt_length"))
+    zero = zero == "True"
     best = ", ".join(f"{engine} (--recycle {r}{' --zero-first-embedding' if z else ''})"
                      for (kind, r, z), engine in EXACT.items() if kind == layout)
-    print(f"trained with recycle {recycle}, zero_first_embedding {zero}, {metadata['mtp_ttt_length']} steps: exact "
-          "for " + EXACT.get((layout, recycle, zero), f"no engine; {layout} drafts can be for {best}"))
+    if recycle:
+        exact = EXACT.get((layout, recycle, zero), f"no engine; {layout} drafts can be for {best}")
+        print(f"trained with K = {K}, recycle {recycle}, zero_first_embedding {zero}: exact for {exact}")
     return not problems
 
 
@@ -473,10 +449,12 @@ def convert(args):
         raise ValueError(f"--layout {args.layout}: the target is {layout} already; leave --layout out")
     plan = make_plan(model, meta, source, layout, args.draft_only, args.requantize)
     if args.dry_run:
-        return show(plan)
+        for name, entry in sorted(plan.entries().items(), key=lambda item: (item[1].file, item[0])):
+            print(f"{entry.file}  {name}  {list(entry.shape)}  {entry.dtype}")
+        return
     out = Path(args.out).resolve()
     for path in (source.path.resolve(), Path(args.draft).resolve()):
-        if path == out or out in path.parents:
+        if out in (path, *path.parents):
             raise ValueError(f"--out {args.out} would overwrite {path}; give another folder")
     if out.exists() and not args.force:
         raise ValueError(f"--out {args.out} exists; add --force to replace it, or give another folder")
@@ -485,7 +463,7 @@ def convert(args):
         with atomic(out) as aside:
             write(plan, aside)
             if not report(aside, args.out):
-                raise ValueError("what was written fails its own check (above), so nothing is kept; a fault of ours")
+                raise ValueError("what was written fails its check (above): a fault of ours. Nothing is kept")
     finally:
         shutil.rmtree(out.with_name(f".{out.name}.partial"), ignore_errors=True)
 
@@ -498,11 +476,10 @@ def main(arguments=None):
     parser.add_argument("--out", help="directory to write")
     parser.add_argument("--layout", choices=["glm4_moe", "hy_v3"],
                         help="how to write a dense target (default hy_v3; glm4_moe if it has biases)")
-    parser.add_argument("--requantize", action="store_true",
-                        help="write the draft in the quantised target's scheme (default: plain and named so)")
-    parser.add_argument("--draft-only", action="store_true", help="write the draft's layer and config alone")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be written")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    for flag, text in (("--requantize", "write it in the quantised target's scheme (default: plain)"),
+                       ("--draft-only", "write the draft's layer and config.json alone"),
+                       ("--dry-run", "list what would be written"), ("--force", "replace OUT if it exists")):
+        parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument("--check", metavar="OUT", help="check a serving directory; exit 1 if it is wrong")
     args = parser.parse_args(arguments)
     try:
@@ -514,8 +491,6 @@ def main(arguments=None):
                 raise ValueError("give a draft directory and --out OUT, or --check OUT")
             convert(args)
     except (ValueError, OSError) as error:
-        if os.environ.get("MTP_TRACEBACK"):
-            raise
         print(f"convert.py: error: {error}", file=sys.stderr)
         return 2
     return 0
