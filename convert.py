@@ -456,8 +456,8 @@ def convert(args):
     for path in (source.path.resolve(), Path(args.draft).resolve()):
         if out in (path, *path.parents):
             raise ValueError(f"--out {args.out} would overwrite {path}; give another folder")
-    if out.exists() and not args.force:
-        raise ValueError(f"--out {args.out} exists; add --force to replace it, or give another folder")
+    if out.exists() and any(out.iterdir()) and not (args.force and (out / INDEX).exists()):
+        raise ValueError(f"--out {args.out} is not empty; give another folder, or --force over a checkpoint")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic(out) as aside:
@@ -478,7 +478,7 @@ def main(arguments=None):
                         help="how to write a dense target (default hy_v3; glm4_moe if it has biases)")
     for flag, text in (("--requantize", "write it in the quantised target's scheme (default: plain)"),
                        ("--draft-only", "write the draft's layer and config.json alone"),
-                       ("--dry-run", "list what would be written"), ("--force", "replace OUT if it exists")):
+                       ("--dry-run", "list what would be written"), ("--force", "replace a checkpoint OUT")):
         parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument("--check", metavar="OUT", help="check a serving directory; exit 1 if it is wrong")
     args = parser.parse_args(arguments)

@@ -260,11 +260,18 @@ def test_refusals_name_the_remedy(tmp_path, capsys):
     for arguments, message in cases:
         run(*arguments, expect=2)
         assert message in capsys.readouterr().err
-    (tmp_path / "there").mkdir()
-    run(tmp_path / "draft", "--out", tmp_path / "there", expect=2)
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "thesis.txt").write_text("not ours")
+    for more in ([], ["--force"]):
+        run(tmp_path / "draft", "--out", there, *more, expect=2)
+        assert "is not empty" in capsys.readouterr().err and (there / "thesis.txt").exists()
+    (there / "thesis.txt").unlink()
+    run(tmp_path / "draft", "--out", there)
+    run(tmp_path / "draft", "--out", there, expect=2)
     assert "--force" in capsys.readouterr().err
-    run(tmp_path / "draft", "--out", tmp_path / "there", "--force")
-    assert (tmp_path / "there/config.json").exists()
+    run(tmp_path / "draft", "--out", there, "--force")
+    assert (there / "config.json").exists()
 
 
 def test_a_failed_run_leaves_nothing(tmp_path, monkeypatch):
