@@ -911,6 +911,7 @@ class Target:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
         logging.disable_progress_bar()
+        logging.set_verbosity_error()  # it lists an MTP layer as unexpected; what is missing is refused below
         self.path, self.device = find_target(path), device
         self.checkpoint = Checkpoint(self.path)
         self.config, self.sha256 = self.checkpoint.config, sha256(self.path / "config.json")
@@ -1174,6 +1175,10 @@ def all_sum(tensor):
         dist.all_reduce(tensor)
     return tensor
 
+def barrier(ranks):
+    if ranks.dp * ranks.sp > 1:
+        dist.barrier()
+
 def say(text):
     """Print on rank 0, above the progress bar if there is one."""
     if int(os.environ.get("RANK", 0)) == 0:
@@ -1226,9 +1231,9 @@ def atomic(path, ranks=Ranks()):
     aside = path.with_name(f".{path.name}.partial")
     if ranks.rank == 0:
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
-    all_sum(torch.zeros((), device=ranks.device))  # a barrier
+    barrier(ranks)
     yield aside
-    all_sum(torch.zeros((), device=ranks.device))
+    barrier(ranks)
     if ranks.rank == 0:
         for written in [*aside.rglob("*"), aside]:
             fsync(written)
@@ -1494,7 +1499,7 @@ def open_target(cfg, ranks):
         path = Path(caches) / "mtp" / f"demo-target-1-python{python.major}.{python.minor}"
         if ranks.rank == 0 and not path.exists():
             build_demo_target(path)
-        all_sum(torch.zeros((), device=ranks.device))  # the others wait
+        barrier(ranks)  # the others wait
     return Target(cfg, path, ranks.device)
 
 def make_draft(cfg, target, ranks):
@@ -1533,6 +1538,7 @@ def train(cfg):
     """Train a draft. Writes OUT/model.safetensors, config.json, metrics.jsonl and checkpoints/; returns the
     evaluations {"before": .., "after": ..}."""
     cfg = check_train_config(cfg)
+    torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(cfg, ranks)
     shape = target.draft_config
@@ -1574,7 +1580,7 @@ def start_or_resume(run, optimizer):
     if path not in ("auto", "never"):
         say(f"resuming from {path}")
         return load_state(path, run.model, optimizer, progress)
-    all_sum(torch.zeros((), device=run.ranks.device))  # all have looked
+    barrier(run.ranks)  # all have looked
     if run.ranks.rank == 0:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
@@ -1603,7 +1609,8 @@ def train_loop(run, optimizer, progress, rows, held):
             skip_step(run, progress, bad or [sample.name for row in batch for sample in row])
         else:
             optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
-            balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
+            if cfg.balance_rate:  # else not even re-centred
+                balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
             progress["skipped_in_a_row"], tally = 0, tally + step_tally
         progress["step"], tokens = step + 1, tokens + sum(len(s.input_ids) for row in batch for s in row)
         last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
