@@ -631,7 +631,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
         """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
-        Returns loss and, without gradient, sums over counted rows [4, K]: CE, KL, right, prefix hits; and hits."""
+        Returns loss and, without gradient, sums over counted rows [4, K] (CE, KL, right, prefix hits), hits."""
         T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
         size = min(max(1, LOGITS_HELD[lm_head.device.type] // V), hidden.shape[1])
         scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
@@ -658,8 +658,9 @@ class ChunkedLoss(torch.autograd.Function):
         ctx.save_for_backward(*grads)
         sums = torch.stack([x.double().where(valid, 0).sum((1, 2)) for x in (ce, kl, hit, hit.cumprod(0))])
         loss = ((ce_weight * sums[0] + kl_weight * sums[1]) * coeff).sum().to(fp32(ns[0].dtype))
-        ctx.mark_non_differentiable(sums, hit)
-        return loss, sums, hit
+        hits = hit.bool() & valid
+        ctx.mark_non_differentiable(sums, hits)
+        return loss, sums, hits
 
     @staticmethod
     def backward(ctx, dloss, *_):
@@ -674,7 +675,7 @@ class TTTOutput(NamedTuple):
     count: torch.Tensor        # counted rows
     prefix_hits: torch.Tensor  # counted rows right in steps 0..k; accept_len = 1 + sum_k prefix_hits / count
     expert_load: torch.Tensor  # [E] rows sent to each expert in all steps, without padding and foreign tokens
-    hits: torch.Tensor         # (K, B, T) int: 1 where the draft's argmax is the teacher's, if it was looked at
+    hits: torch.Tensor         # (K, B, T) bool: the row counts and its argmax is the teacher's
 
 def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa",
              group=None, ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False,
@@ -717,9 +718,9 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     if P > 1:
         dist.all_reduce(sums, group=group)
         dist.all_reduce(load, group=group)
-        shards = [torch.empty_like(hits) for _ in range(P)]
-        dist.all_gather(shards, hits, group=group)
-        hits = torch.cat(shards, dim=2)
+        shards = [torch.empty_like(hits, dtype=torch.uint8) for _ in range(P)]
+        dist.all_gather(shards, hits.to(torch.uint8), group=group)
+        hits = torch.cat(shards, dim=2).bool()
     ce, kl, acc = sums[:3] / count.clamp(min=1)
     return TTTOutput(loss, ce, kl, acc, count, sums[3].round().long(), load, hits[:, :, :T])
 
