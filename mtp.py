@@ -631,7 +631,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
         """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
-        Returns loss and, without gradient, sums over counted rows [4, K] (CE, KL, right, prefix hits), hits."""
+        Returns loss and, gradient-free, sums over counted rows [4, K] (CE, KL, right, prefix hits), hits."""
         T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
         size = min(max(1, LOGITS_HELD[lm_head.device.type] // V), hidden.shape[1])
         scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
@@ -767,6 +767,10 @@ LAYOUTS = {
     "glm4_moe": {},
     "hy_v3": {"shared_head.norm.": "final_layernorm.", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
               "mlp.gate.weight": "mlp.router.gate.weight", "mlp.shared_experts.": "mlp.shared_mlp."},
+    "bailing_moe_v2": {  # its q, k and v are rows of one tensor: see Checkpoint
+        "shared_head.norm.": "final_layernorm.", "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+        "self_attn.": "attention.", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"},
 }
 DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without an MTP layer; convert.py writes them as MoE models
 
@@ -796,12 +800,20 @@ class Checkpoint:
         self.config = json.loads((self.path / "config.json").read_text())
         self.files = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(
             self._open(single.name).keys(), single.name)
+        G, H = (self.config.get(f"num_{kind}_heads") or 1 for kind in ("key_value", "attention"))
+        self.parts = {stored.replace("query_key_value", f"{part}_proj"): (stored, [H, G, G], i)
+                      for stored in self.files if ".attention.query_key_value." in stored
+                      for i, part in enumerate("qkv")}  # {part: (fused tensor, share of its rows, which one)}
 
     def _open(self, file):
         from safetensors import safe_open
         return safe_open(self.path / file, "pt")
 
     def read(self, name):
+        if name in self.parts:
+            stored, heads, i = self.parts[name]
+            tensor = self.read(stored)
+            return tensor.split([n * (len(tensor) // sum(heads)) for n in heads])[i]
         raw = lambda name: self._open(self.files[name]).get_tensor(name)  # noqa: E731
         tensor, stem = raw(name), name.removesuffix("weight")
         scales = [other for other in self.files if other.startswith(stem) and "scale" in other[len(stem):]]
@@ -833,7 +845,8 @@ def warm_start(model, checkpoint, prefix):
     """Copy the target's own MTP layer into `model`; a ValueError lists all that is missing or misshapen."""
     wrong = []
     for name, view in native_views(model.state_dict(), checkpoint.config["model_type"], prefix):
-        tensor = checkpoint.read(name) if name in checkpoint.files else None
+        held = name in checkpoint.files or name in checkpoint.parts
+        tensor = checkpoint.read(name) if held else None
         if tensor is None:
             wrong.append(f"{name} is missing")
         elif tensor.shape != view.shape:
@@ -876,6 +889,27 @@ def load_draft(path):
     model.to(state["eh_proj.weight"].dtype).load_state_dict(state)
     return model, meta
 
+def target_draft_config(config, names, **sizes):
+    """MTPConfig of the draft for a target (config.json's dict, tensor names); `sizes`: of dense targets."""
+    family = config.get("model_type")
+    if family in DENSE:
+        return dense_draft_config(config, names, sizes)
+    require(not any(sizes.values()), f"{', '.join(sizes)} are for dense targets ({', '.join(DENSE)}); "
+            f"the draft of a {family} target has the target's own")
+    if family != "bailing_moe_v2":
+        return MTPConfig.from_hf(config, names)
+    usual = dict(use_bias=False, score_function="sigmoid",
+                 moe_shared_expert_intermediate_size=config["moe_intermediate_size"])
+    odd = {key: config[key] for key in usual if config.get(key) not in (None, usual[key])}
+    require(not odd, f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
+    rotary = read_rope(config)[1]
+    config = config | dict(
+        model_type="glm4_moe", n_routed_experts=config["num_experts"], n_group=config.get("n_group") or 1,
+        n_shared_experts=config.get("num_shared_experts") or 0, topk_group=config.get("topk_group") or 1,
+        attention_bias=bool(config.get("use_qkv_bias")),
+        partial_rotary_factor=1.0 if rotary is None else rotary)
+    return replace(MTPConfig.from_hf(config, names), model_type=family)
+
 def dense_draft_config(config, names, sizes):
     """MTPConfig of a draft for a dense target (config.json's dict, tensor names). Shared experts as wide as
     the dense MLP: convert.py makes the target's last MLP one, and engines know a single width."""
@@ -916,11 +950,8 @@ class Target:
         self.path, self.device = find_target(path), device
         self.checkpoint = Checkpoint(self.path)
         self.config, self.sha256 = self.checkpoint.config, sha256(self.path / "config.json")
-        sizes, family = {name: getattr(cfg, name, None) for name in SIZES}, self.config.get("model_type")
-        require(family in DENSE or not any(sizes.values()), f"{', '.join(SIZES)} are for dense targets "
-                f"({', '.join(DENSE)}); the draft of a {family} target has the target's own")
-        self.draft_config = (dense_draft_config(self.config, self.checkpoint.files, sizes) if family in DENSE
-                             else MTPConfig.from_hf(self.config, self.checkpoint.files))
+        sizes = {name: getattr(cfg, name, None) for name in SIZES}
+        self.draft_config = target_draft_config(self.config, self.checkpoint.files, **sizes)  # before loading
         options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
         self.model, info = AutoModelForCausalLM.from_pretrained(
@@ -1294,8 +1325,8 @@ SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_
 
 @dataclass
 class ModelOptions:
-    target: str = option(None, "HF checkpoint directory or hub id: glm4_moe, hy_v3, or dense llama, mistral, "
-                         "qwen2, qwen3; default: the demo's, or the draft's")
+    target: str = option(None, "HF checkpoint directory or hub id: glm4_moe, hy_v3, bailing_moe_v2, or "
+                         "dense llama, mistral, qwen2, qwen3; default: the demo's, or the draft's")
     dtype: str = option("auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
     target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
@@ -1350,6 +1381,14 @@ class EvalConfig(ModelOptions):
     seq_len: int = option(256, "tokens per row")
     eval_rows: int = option(32, "rows evaluated")
     micro_batch_size: int = option(8, "rows per forward pass")
+
+@dataclass
+class DataConfig(ModelOptions):
+    prompts: str = option(None, "prompts: .txt, one a line, or .jsonl of {prompt} or {messages}")
+    out: str = option(None, ".jsonl to append to, a line per prompt; goes on where it was interrupted")
+    max_new_tokens: int = option(256, "length limit of an answer")
+    batch_size: int = option(16, "prompts answered at a time")
+    raw: bool = option(False, "continue prompts as plain text even if the tokenizer has a chat template")
 
 @dataclass
 class GenerateConfig(ModelOptions):
@@ -1795,10 +1834,45 @@ def check_lossless(plain, fast, dtype):
           f"{ulps:.1f} ulps apart")
     require(ulps <= 2 and bits < 23, "drafted and plain decoding differ by more than rounding: report it")
 
+def generate_data(cfg):
+    """Write the target's own greedy answers to prompts: the text that a draft will meet in serving."""
+    from tqdm import tqdm
+    require(cfg.prompts and cfg.out, "--prompts FILE and --out FILE.jsonl are both needed")
+    lines = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [json.loads(x) if cfg.prompts.endswith(".jsonl") else {"prompt": x} for x in lines]
+    wrong = [i for i, row in enumerate(rows, 1) if not row.keys() & {"prompt", "messages"}]
+    require(not wrong, f"{cfg.prompts}: prompt {wrong[:1]} has neither \"prompt\" nor \"messages\"")
+    target, out = open_target(cfg, start_ranks(cfg.device)), Path(cfg.out)
+    model, tokenizer = target.model, target.tokenizer
+    done = out.read_bytes() if out.exists() else b""
+    done = done[:done.rfind(b"\n") + 1]  # a line cut short is written again
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
+    chat = tokenizer.chat_template and not cfg.raw
+    with open(out, "ab") as file, tqdm(total=len(rows), initial=done.count(b"\n"), unit="prompt") as bar:
+        file.truncate(len(done))
+        for i in range(bar.n, len(rows), cfg.batch_size):
+            part = rows[i:i + cfg.batch_size]
+            asked = texts = [row.get("prompt") for row in part]
+            if chat:
+                asked = [row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in part]
+                texts = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+            batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=not chat)
+            batch = batch.to(model.device)
+            answers = model.generate(batch.input_ids, attention_mask=batch.attention_mask, do_sample=False,
+                                     max_new_tokens=cfg.max_new_tokens, pad_token_id=tokenizer.pad_token_id)
+            answers = answers[:, batch.input_ids.shape[1]:]
+            for x, text in zip(asked, tokenizer.batch_decode(answers, skip_special_tokens=True)):
+                answer = [{"role": "assistant", "content": text}]
+                line = {"messages": x + answer} if chat else {"text": x + text}
+                file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            bar.update(len(asked))
+
 # ---- Command line ------------------------------------------------------------------------------------------
 
 COMMANDS = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate_command),
-            "generate": (GenerateConfig, generate_command)}
+            "generate": (GenerateConfig, generate_command), "generate-data": (DataConfig, generate_data)}
 
 def parse(command, arguments):
     """The command's config from flags: a dataclass field is default, type and help of its flag."""
