@@ -201,7 +201,7 @@ class Documents:
 # which is what a serving engine computes when it drafts k tokens after a verified prefix. Backward, with the
 # MERGED out and lse and w_j = exp(s_j - lse): dv_j = w_j dO, ds_j = w_j <dO, v_j - out>, dk_j = scale ds_j q,
 # dq += scale ds_j k_j; dk_j, dv_j are summed over the query heads that share a key/value head. Block 0 too:
-# its backward, given the merged out and lse, is exact. (Given its own, dq and dK_0 are wrong and dV_0 is right.)
+# its backward, given the merged out and lse, is exact. (Given its own, dq and dK_0 are wrong, dV_0 is right.)
 #
 # Every backend: attend(q, k, v, past_k, past_v, docs, group) -> (out, past_k, past_v). q, out (B, T, H, D);
 # k, v (B, T, G, D) of this step; past_k, past_v lists of those of earlier steps, returned with this step's
@@ -503,15 +503,15 @@ class MoE(nn.Module):
         super().__init__()
         E, C, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate = Router(config)
-        self.experts = nn.ParameterDict({"gate_up_proj": torch.empty(E, 2 * width, C),
-                                         "down_proj": torch.empty(E, C, width)})
+        fused = dict(gate_up_proj=torch.empty(E, 2 * width, C), down_proj=torch.empty(E, C, width))
+        self.experts = nn.ParameterDict(fused.items())
         self.shared_experts = MLP(C, config.n_shared_experts * width) if config.n_shared_experts else None
 
     def forward(self, x):
         """x (B, T, C) -> y (B, T, C), chosen experts (B, T, A)."""
         weights, chosen = self.gate(x.flatten(0, 1))
-        experts = ExpertsCPU.apply if x.device.type == "cpu" else experts_grouped
-        y = experts(x.flatten(0, 1), chosen, weights, *self.experts.values()).view(x.shape)
+        routed, fused = ExpertsCPU.apply if x.device.type == "cpu" else experts_grouped, self.experts
+        y = routed(x.flatten(0, 1), chosen, weights, fused.gate_up_proj, fused.down_proj).view(x.shape)
         y = y if self.shared_experts is None else y + self.shared_experts(x)
         return y, chosen.view(*x.shape[:2], -1)
 
@@ -629,7 +629,7 @@ class ChunkedLoss(torch.autograd.Function):
     and only d loss / d n [B, T, C] is kept. The logits of a teacher row are computed once for all K steps."""
     @staticmethod
     def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
-        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns K x (B, T, C).
+        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
         Returns loss and, without gradient, sums over counted rows [4, K]: CE, KL, right, prefix hits."""
         T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
         size = min(max(1, LOGITS_HELD[lm_head.device.type] // V), hidden.shape[1])
