@@ -1,0 +1,736 @@
+"""Checks of everything mtp.py claims. Run: pytest -q test_mtp.py
+
+References are independent of the code under test: a loop over single rows in float64, transformers' own layers,
+plain autograd. Tolerances are derived: float64 results may differ by summation order (1e-12 of numbers of order
+one), fp32 layers by 1e-5, and bf16 code may err at most twice as much as plain PyTorch in bf16 does.
+"""
+import ast
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd import gradcheck
+
+import mtp
+
+HERE = Path(__file__).parent
+CUT = "# ---- Everything above needs only torch"
+EXACT = dict(rtol=1e-12, atol=1e-12)
+
+
+# ---- Toys and the reference ----------------------------------------------------------------------------------
+
+def toy_config(**changes):
+    return mtp.MTPConfig(**{**dict(
+        vocab_size=40, hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=6,
+        num_experts_per_tok=2, moe_intermediate_size=10, partial_rotary_factor=0.5, routed_scaling_factor=1.7),
+        **changes})
+
+
+def toy_draft(dtype=torch.float64, seed=0, **changes):
+    """A draft whose every parameter is random and large enough to matter, and its target."""
+    torch.manual_seed(seed)
+    model = mtp.MTP(toy_config(**changes))
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)
+    V, C = model.config.vocab_size, model.config.hidden_size
+    model.to(dtype).set_target(torch.randn(V, C).to(dtype), torch.randn(V, C).to(dtype) * 0.7)
+    return model
+
+
+def toy_batch(model, B=2, T=14, packed=True, seed=1):
+    """ids, hidden states, a ragged mask and (two documents and padding in each row) doc_ids."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.config.vocab_size, (B, T), generator=generator)
+    hidden = torch.randn(B, T, model.config.hidden_size, generator=generator, dtype=torch.float64)
+    mask = torch.rand(B, T, generator=generator) > 0.3
+    doc = torch.zeros(B, T, dtype=torch.long)
+    for b in range(B):
+        doc[b, T // 2 - b:] = 7
+        doc[b, T - 2 * b:] = -1
+    return ids, hidden.to(model.eh_proj.weight.dtype), mask, doc if packed else None
+
+
+def run(model, *batch, **options):
+    """ttt_loss and its gradients: (TTTOutput, {name: gradient})."""
+    model.zero_grad()
+    out = mtp.ttt_loss(model, *batch, **options)
+    out.loss.backward()
+    return out, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(a, b, **tolerance):
+    """Two results of run() agree: the loss, every figure, every gradient."""
+    for name, x, y in zip(mtp.TTTOutput._fields, a[0], b[0]):
+        torch.testing.assert_close(x, y, **tolerance, check_dtype=False, msg=lambda m: f"{name}: {m}")
+    assert a[1].keys() == b[1].keys()
+    for name in a[1]:
+        torch.testing.assert_close(a[1][name], b[1][name], **tolerance, msg=lambda m: f"d {name}: {m}")
+
+
+def assert_near(x, expected, tolerance, name=""):
+    """Largest difference, as a share of the largest expected value."""
+    error = ((x - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
+    assert error <= tolerance, f"{name} is off by {error:.1e} of its largest value, allowed {tolerance:.0e}"
+
+
+class Spy:
+    """Stands in for mtp.ChunkedLoss: keeps what the TTT loop hands to the loss."""
+    def __init__(self, monkeypatch):
+        self.real = mtp.ChunkedLoss
+        monkeypatch.setattr(mtp, "ChunkedLoss", self)
+
+    def apply(self, *args):
+        self.valid, self.ns = args[2], args[6:]
+        for n in self.ns:
+            if n.requires_grad:
+                n.retain_grad()
+        return self.real.apply(*args)
+
+
+def naive_norm(x, weight, eps):
+    return weight * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def naive_rope(x, position, cfg):
+    """x (heads, D) at one position: pairs (i, i + rotary / 2) are turned by position * theta^(-2i / rotary)."""
+    rotary = int(cfg.head_dim * cfg.partial_rotary_factor)
+    out = list(x.unbind(-1))
+    for i in range(rotary // 2):
+        angle = position * cfg.rope_theta ** (-2 * i / rotary)
+        a, b = x[:, i], x[:, i + rotary // 2]
+        out[i] = a * math.cos(angle) - b * math.sin(angle)
+        out[i + rotary // 2] = b * math.cos(angle) + a * math.sin(angle)
+    return torch.stack(out, -1)
+
+
+def naive_moe(x, p, cfg):
+    """One row through router, experts and shared expert: (y, chosen experts)."""
+    score = torch.sigmoid(p["mlp.gate.weight"] @ x)
+    choice = (score + p["mlp.gate.e_score_correction_bias"]).detach()
+    groups = choice.view(cfg.n_group, -1)
+    if cfg.n_group > 1:
+        rank = [sum(sorted(group.tolist())[-2:]) for group in groups]
+        best = sorted(range(cfg.n_group), key=lambda g: -rank[g])[:cfg.topk_group]
+        groups = torch.stack([group if g in best else group - 1e9 for g, group in enumerate(groups)])
+    chosen = sorted(range(cfg.n_routed_experts), key=lambda e: -groups.flatten()[e])[:cfg.num_experts_per_tok]
+    total = sum(score[e] for e in chosen) + 1e-20 if cfg.norm_topk_prob else 1.0
+    y = torch.zeros_like(x)
+    for e in chosen:
+        gate, up = (p["mlp.experts.gate_up_proj"][e] @ x).chunk(2)
+        expert = p["mlp.experts.down_proj"][e] @ (gate * torch.sigmoid(gate) * up)
+        y = y + cfg.routed_scaling_factor * score[e] / total * expert
+    if cfg.n_shared_experts:
+        gate, up = (p[f"mlp.shared_experts.{name}_proj.weight"] @ x for name in ("gate", "up"))
+        y = y + p["mlp.shared_experts.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+    return y, chosen
+
+
+def naive_step(e, g, position, keys, values, is_root, p, cfg):
+    """One row, one step. keys, values: what the row sees, its own last; returns n, r, chosen, keys, values."""
+    D, eps = cfg.head_dim, cfg.rms_norm_eps
+    z = p["eh_proj.weight"] @ torch.cat([naive_norm(e, p["enorm.weight"], eps), naive_norm(g, p["hnorm.weight"], eps)])
+    x = naive_norm(z, p["input_layernorm.weight"], eps)
+    q, k, v = ((p[f"self_attn.{i}_proj.weight"] @ x + p.get(f"self_attn.{i}_proj.bias", 0)).view(-1, D) for i in "qkv")
+    if cfg.use_qk_norm:
+        q, k = naive_norm(q, p["self_attn.q_norm.weight"], eps), naive_norm(k, p["self_attn.k_norm.weight"], eps)
+    q, k = naive_rope(q, position, cfg), naive_rope(k, position, cfg)
+    keys, values = keys + [k], values + [v]
+    heads = []
+    for i in range(len(q)):
+        group = i // (len(q) // len(k))
+        weight = torch.stack([q[i] @ key[group] for key in keys]).div(D ** 0.5).softmax(0)
+        heads.append(sum(w * value[group] for w, value in zip(weight, values)))
+    u = z + p["self_attn.o_proj.weight"] @ torch.cat(heads)
+    y, chosen = naive_moe(naive_norm(u, p["post_attention_layernorm.weight"], eps), p, cfg)
+    return naive_norm(u + y, p["shared_head.norm.weight"], eps), u + y, chosen, keys, values
+
+
+def documents(doc_ids):
+    """[(b, [rows])] by walking the rows."""
+    found = []
+    for b, row in enumerate(doc_ids.tolist()):
+        for t, doc in enumerate(row):
+            if t == 0 or row[t - 1] != doc:
+                found.append((b, doc, []))
+            found[-1][2].append(t)
+    return [(b, rows) for b, doc, rows in found if doc >= 0]
+
+
+def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, ce_weight=1.0, kl_weight=1.0, decay=0.8,
+              recycle="post", zero_first_embedding=False):
+    """ttt_loss, one row and one step at a time, straight from the definition. Same results as run()."""
+    cfg, K = model.config, ttt_length
+    p = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    mask = torch.ones_like(ids) if mask is None else mask
+    ce, kl, right, count, hits = ([0.0] * K for _ in range(5))
+    load = torch.zeros(cfg.n_routed_experts, dtype=torch.long)
+    for b, rows in documents(torch.zeros_like(ids) if doc_ids is None else doc_ids):
+        x, h = ids[b, rows], hidden[b, rows]
+        root_k, root_v = [], []
+        for t in range(len(rows) - 1):
+            g, keys, values, all_right = h[t], root_k, root_v, True
+            for k in range(min(K, len(rows) - 1 - t)):
+                e = model.embed_weight[x[t + 1 + k]] * (not (zero_first_embedding and t + k == 0))
+                n, r, chosen, keys, values = naive_step(e, g, t + k, keys, values, k == 0, p, cfg)
+                if k == 0:
+                    root_k, root_v = keys, values
+                load[chosen] += 1
+                g = n if recycle == "post" else r
+                if t + 2 + k >= len(rows):
+                    continue
+                teacher, logits = model.lm_head_weight @ h[t + 1 + k], model.lm_head_weight @ n
+                is_right = int(teacher.argmax() == logits.argmax())
+                all_right = all_right and is_right
+                if mask[b, rows[t + 2 + k]] != 0:
+                    count[k] += 1
+                    right[k] += is_right
+                    hits[k] += int(all_right)
+                    ce[k] = ce[k] - logits.log_softmax(0)[teacher.argmax()]
+                    kl[k] = kl[k] + (teacher.softmax(0) * (teacher.log_softmax(0) - logits.log_softmax(0))).sum()
+    ce, kl, right = ([x[k] / max(count[k], 1) for k in range(K)] for x in (ce, kl, right))
+    weight = [decay ** k / sum(decay ** j for j in range(K)) for k in range(K)]
+    loss = sum(w * (ce_weight * c + kl_weight * l) for w, c, l in zip(weight, ce, kl))
+    model.zero_grad()
+    loss.backward()
+    grads = {name: torch.zeros_like(q) if q.grad is None else q.grad.clone() for name, q in model.named_parameters()}
+    figures = [torch.tensor([float(v) for v in x], dtype=torch.float64) for x in (ce, kl, right, count, hits)]
+    return mtp.TTTOutput(loss.detach(), *figures, load), grads
+
+
+# ---- The file itself -----------------------------------------------------------------------------------------
+
+def top_half():
+    return (HERE / "mtp.py").read_text().split(CUT)[0]
+
+
+def test_line_budgets():
+    budget = {"mtp.py": 2000, "convert.py": 500, "setup.py": 80, "test_mtp.py": None}
+    for name, most in budget.items():
+        if not (HERE / name).exists():
+            continue
+        source = (HERE / name).read_text()
+        assert most is None or len(source.splitlines()) <= most, name
+        wide = [i for i, line in enumerate(source.splitlines(), 1) if len(line) > 110]
+        assert not wide, f"{name}: over 110 columns in lines {wide}"
+        long = [node.name for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60]
+        assert not long, f"{name}: over 60 lines: {long}"
+    assert (HERE / "mtp.py").read_text().count(CUT) == 1
+    assert len(top_half().splitlines()) + 1 <= 900
+
+
+def test_nothing_above_the_cut_uses_a_name_from_below():
+    def defined(tree):
+        names = set()
+        for node in tree.body:
+            for inner in ast.walk(node) if isinstance(node, (ast.Try, ast.If, ast.With)) else [node]:
+                if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
+                    names.add(inner.name)
+                elif isinstance(inner, (ast.Import, ast.ImportFrom)):
+                    names |= {(alias.asname or alias.name).split(".")[0] for alias in inner.names}
+                elif isinstance(inner, (ast.Assign, ast.AnnAssign)):
+                    names |= {n.id for n in ast.walk(inner) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        return names
+
+    above = ast.parse(top_half())
+    below = defined(ast.parse((HERE / "mtp.py").read_text())) - defined(above)
+    used = {node.id for node in ast.walk(above) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    assert not below & used
+
+
+STRANGER = textwrap.dedent("""
+    import builtins, sys, torch
+    real = builtins.__import__
+    def guarded(name, globals=None, locals=None, fromlist=(), level=0):
+        asker = (globals or {}).get("__name__")
+        if asker in ("mtp", "top"):
+            root = name.split(".")[0]
+            assert level == 0 and (root == "torch" or root in sys.stdlib_module_names), f"mtp.py imports {name}"
+        return real(name, globals, locals, fromlist, level)
+    builtins.__import__ = guarded
+    import mtp
+    top = type(sys)("top")
+    sys.modules["top"] = top
+    exec(compile(open("mtp.py").read().split(CUT)[0], "top", "exec"), top.__dict__)
+    for module in (mtp, top):
+        cfg = module.MTPConfig(vocab_size=50, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+                               n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+        model = module.MTP(cfg)
+        model.set_target(torch.randn(50, 16), torch.randn(50, 16))
+        for backend in ("sdpa", "fa"):
+            out = module.ttt_loss(model, torch.arange(12)[None], torch.randn(1, 12, 16), backend=backend)
+            out.loss.backward()
+        assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+    print("ran")
+""")
+
+
+def test_the_file_runs_alone_with_torch_and_the_standard_library(tmp_path):
+    (tmp_path / "mtp.py").write_text((HERE / "mtp.py").read_text())
+    done = subprocess.run([sys.executable, "-c", f"CUT = {CUT!r}\n" + STRANGER], cwd=tmp_path, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+    assert done.stdout.strip() == "ran", done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["mtp.py"]
+
+
+# ---- Config --------------------------------------------------------------------------------------------------
+
+GLM = dict(model_type="glm4_moe", vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+           n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32, rope_theta=1e6,
+           partial_rotary_factor=0.5, use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5,
+           norm_topk_prob=True, n_group=1, topk_group=1, rms_norm_eps=1e-6)
+HY = dict(model_type="hy_v3", vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+          num_experts=8, num_experts_per_tok=2, num_shared_experts=1, expert_hidden_dim=32, router_scaling_factor=2.8,
+          rope_theta=11158840.0, qk_norm=True, route_norm=True)
+
+
+def test_from_hf_glm4_moe():
+    cfg = mtp.MTPConfig.from_hf(GLM)
+    assert {name: getattr(cfg, name) for name in GLM} == GLM and cfg.head_dim == 16
+    bare = {key: value for key, value in GLM.items() if key not in ("partial_rotary_factor", "use_qk_norm")}
+    cfg = mtp.MTPConfig.from_hf(bare)
+    assert cfg.partial_rotary_factor == 0.5 and cfg.use_qk_norm is False
+
+
+def test_from_hf_hy_v3():
+    cfg = mtp.MTPConfig.from_hf(HY)
+    assert (cfg.n_routed_experts, cfg.n_shared_experts, cfg.moe_intermediate_size) == (8, 1, 32)
+    assert (cfg.routed_scaling_factor, cfg.partial_rotary_factor, cfg.use_qk_norm) == (2.8, 1.0, True)
+    other = {**HY, "expert_hidden_dim": None, "moe_intermediate_size": 48, "qk_norm": False}
+    cfg = mtp.MTPConfig.from_hf(other)
+    assert cfg.moe_intermediate_size == 48 and cfg.use_qk_norm is False
+    silent = {key: value for key, value in HY.items() if key not in ("qk_norm", "route_norm")}
+    for names, expected in ((None, True), (["model.layers.1.self_attn.q_norm.weight"], True), (["lm_head.weight"], False)):
+        with pytest.warns(UserWarning, match="does not say"):
+            cfg = mtp.MTPConfig.from_hf(silent, names)
+        assert cfg.use_qk_norm is expected and cfg.norm_topk_prob is True
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(model_type="deepseek_v3"), "deepseek_v3.*MLA"),
+    (dict(model_type=None), "None"),
+    (dict(hidden_act="gelu"), "gelu"),
+    (dict(rope_theta=None), "no rope_theta"),
+    (dict(rope_scaling={"type": "yarn", "factor": 4}), "yarn"),
+    (dict(rope_parameters={"rope_type": "llama3"}), "llama3"),
+    (dict(n_routed_experts=None), "n_routed_experts"),
+    (dict(hidden_size=None), "hidden_size"),
+    (dict(num_key_value_heads=3), "num_attention_heads 4"),
+    (dict(num_experts_per_tok=9), "num_experts_per_tok 9"),
+    (dict(n_group=3), "n_group 3"),
+    (dict(n_group=4, topk_group=1, num_experts_per_tok=3), "num_experts_per_tok 3"),
+    (dict(head_dim=10), "RoPE turns 5 of 10"),
+])
+def test_an_unfit_config_is_a_clear_error(change, says):
+    with pytest.raises(ValueError, match=says):
+        mtp.MTPConfig.from_hf({**GLM, **change})
+
+
+def transformers_layer(family, **changes):
+    """(config, layer, rotary embedding) of transformers, fp32, random weights."""
+    import transformers
+    base = dict(vocab_size=64, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+                num_hidden_layers=2, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=32)
+    torch.manual_seed(0)
+    if family == "glm4_moe":
+        from transformers.models.glm4_moe import modeling_glm4_moe as source
+        config = transformers.Glm4MoeConfig(**{**base, **dict(n_routed_experts=8), **changes})
+        layer, rotary = source.Glm4MoeDecoderLayer, source.Glm4MoeRotaryEmbedding
+    else:
+        from transformers.models.hy_v3 import modeling_hy_v3 as source
+        config = source.HYV3Config(**{**base, **dict(num_experts=8, mlp_layer_types=["dense", "sparse"]), **changes})
+        layer, rotary = source.HYV3DecoderLayer, source.HYV3RotaryEmbedding
+    config._attn_implementation = "eager"
+    layer = layer(config, 1)
+    with torch.no_grad():
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            tensor.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    return config, layer, rotary(config)
+
+
+LAYERS = [
+    ("glm4_moe", dict(use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5)),
+    ("glm4_moe", dict(use_qk_norm=False, n_shared_experts=2, rope_parameters=dict(
+        rope_type="default", rope_theta=5e5, partial_rotary_factor=0.25))),
+    ("glm4_moe", dict(use_qk_norm=True, n_group=4, topk_group=2, num_experts_per_tok=3, norm_topk_prob=False)),
+    ("hy_v3", dict()),
+]
+
+
+@pytest.mark.filterwarnings("ignore:the hy_v3 config does not say")
+@pytest.mark.parametrize("family, changes", LAYERS)
+def test_decoder_layer_is_transformers_layer(family, changes):
+    """Output and every gradient, fp32, on the same weights, for both backends."""
+    config, theirs, rotary = transformers_layer(family, **changes)
+    ours = mtp.DecoderLayer(mtp.MTPConfig.from_hf(config.to_dict()))
+    state = {name.replace("mlp.e_score", "mlp.gate.e_score"): x for name, x in theirs.state_dict().items()}
+    ours.load_state_dict(state)
+    B, T = 2, 17
+    position_ids = torch.arange(T).expand(B, T)
+    causal = torch.full((T, T), -torch.inf).triu(1).expand(B, 1, T, T)
+    z, seed = torch.randn(B, T, 64), torch.randn(B, T, 64)
+    x = z.clone().requires_grad_()
+    expected = theirs(x, attention_mask=causal, position_ids=position_ids, position_embeddings=rotary(x, position_ids))
+    (expected * seed).sum().backward()
+    grads = {name.replace("mlp.e_score", "mlp.gate.e_score"): p.grad for name, p in theirs.named_parameters()}
+    for backend in ("sdpa", "fa"):
+        ours.zero_grad()
+        y = z.clone().requires_grad_()
+        out, _, _, chosen = ours(y, position_ids, [], [], mtp.Documents(None, B, T, "cpu"), mtp.BACKENDS[backend])
+        (out * seed).sum().backward()
+        assert chosen.shape == (B, T, config.num_experts_per_tok)
+        assert_near(out, expected, 1e-5)
+        assert_near(y.grad, x.grad, 1e-5)
+        for name, p in ours.named_parameters():
+            assert_near(p.grad, grads[name], 1e-5, name)
+
+
+@pytest.mark.filterwarnings("ignore:the hy_v3 config does not say")
+@pytest.mark.parametrize("family, changes", LAYERS)
+def test_rope_is_transformers_rope_however_the_config_spells_it(family, changes):
+    config, _, rotary = transformers_layer(family, **changes)
+    nested = config.to_dict()
+    flat = {**nested, **nested["rope_parameters"], "rope_parameters": None, "rope_scaling": None}
+    flat.pop("rope_type")
+    position_ids = torch.tensor([[0, 1, 77, 5000]])
+    cos, sin = rotary(torch.zeros(1), position_ids)
+    half = cos.shape[-1] // 2
+    for spelled in (nested, flat):
+        cfg = mtp.MTPConfig.from_hf(spelled)
+        x = torch.zeros(1, 4, 2, cfg.head_dim)
+        x[..., :half] = 1.0  # turned by the angle, (1, 0) becomes (cos, sin); dims that RoPE leaves alone stay 0
+        turned = mtp.rope(x, position_ids, cfg)[:, :, 0]
+        assert torch.equal(turned[..., :half], cos[..., :half]) and torch.equal(turned[..., half:2 * half], sin[..., :half])
+        assert not turned[..., 2 * half:].any()
+
+
+# ---- The draft's parameters and its target -------------------------------------------------------------------
+
+def test_state_dict_has_the_checkpoint_names():
+    names = """enorm.weight hnorm.weight eh_proj.weight input_layernorm.weight post_attention_layernorm.weight
+        self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight self_attn.o_proj.weight
+        self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias self_attn.q_norm.weight
+        self_attn.k_norm.weight mlp.gate.weight mlp.gate.e_score_correction_bias mlp.experts.gate_up_proj
+        mlp.experts.down_proj mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight
+        mlp.shared_experts.down_proj.weight shared_head.norm.weight"""
+    state = toy_draft(attention_bias=True).state_dict()
+    assert sorted(state) == sorted(names.split())
+    assert state["mlp.experts.gate_up_proj"].shape == (6, 20, 24)
+    assert state["mlp.experts.down_proj"].shape == (6, 24, 10)
+
+
+def test_reset_parameters():
+    model = mtp.MTP(toy_config(hidden_size=64, attention_bias=True, initializer_range=0.05))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.dim() > 1:  # the spread of a sample of n has a relative error of about 1 / sqrt(2n)
+            assert abs(tensor.std() / 0.05 - 1) < 5 / math.sqrt(2 * tensor.numel()), name
+        else:
+            assert (tensor == (1.0 if name.endswith("norm.weight") else 0.0)).all(), name
+    again = mtp.MTP(toy_config(hidden_size=64, attention_bias=True))
+    for other in (model, again):
+        other.config.initializer_range = 0.02
+        other.reset_parameters(torch.Generator().manual_seed(3))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+
+
+def test_target_is_kept_by_reference_outside_the_module():
+    model, before = toy_draft(), {*toy_draft().state_dict()}
+    embed = torch.nn.Parameter(torch.randn(40, 24))
+    head = torch.randn(40, 24, dtype=torch.bfloat16)
+    model.set_target(embed, head)
+    assert model.embed_weight is embed and model.lm_head_weight is head and not embed.requires_grad
+    assert {*model.state_dict()} == before
+    kept = [*model.parameters(), *model.buffers()]
+    assert not any(x is embed or x is head for x in kept)
+    model.to(torch.float32)
+    assert model.lm_head_weight is head and head.dtype == torch.bfloat16
+    assert model.embed(torch.tensor([[1]])).dtype == torch.float32
+    assert model.logits(torch.randn(2, 24)).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"lm_head_weight.*\(41, 24\).*\(40, 24\)"):
+        model.set_target(embed, torch.randn(41, 24))
+    with pytest.raises(ValueError, match="embed_weight is on meta"):
+        model.set_target(embed.to("meta"), head)
+    with pytest.raises(ValueError, match="no target"):
+        mtp.ttt_loss(mtp.MTP(toy_config()), torch.zeros(1, 4).long(), torch.zeros(1, 4, 24))
+
+
+def test_no_gradient_reaches_the_target():
+    model = toy_draft()
+    embed = torch.nn.Parameter(model.embed_weight.clone())
+    source = torch.randn(24, 24, dtype=torch.float64, requires_grad=True)
+    model.set_target(embed, embed)  # tied, as many targets are
+    ids, hidden, mask, doc = toy_batch(model)
+    mtp.ttt_loss(model, ids, hidden @ source, mask, doc).loss.backward()
+    assert embed.grad is None and source.grad is None
+
+
+def test_wrong_input_is_named():
+    model = toy_draft()
+    ids, hidden, mask, doc = toy_batch(model)
+    for change, says in (
+            (dict(input_ids=ids[0]), r"input_ids.*\(14,\)"),
+            (dict(hidden_states=hidden[:, 1:]), r"hidden_states.*\(2, 13, 24\).*\(2, 14, 24\)"),
+            (dict(loss_mask=mask[:1]), r"loss_mask.*\(2, 14\)"), (dict(doc_ids=doc[:, 1:]), r"doc_ids.*\(2, 14\)"),
+            (dict(backend="flash"), "'flash'.*sdpa, fa, usp"), (dict(backend="fa", group=object()), "group"),
+            (dict(backend="usp"), "torchrun"), (dict(recycle="mid"), "'mid'"), (dict(ttt_length=0), "ttt_length 0")):
+        with pytest.raises(ValueError, match=says):
+            mtp.ttt_loss(model, **{**dict(input_ids=ids, hidden_states=hidden), **change})
+
+
+def test_router_keeps_fp32():
+    model = toy_draft(torch.float32)
+    weight, bias = model.mlp.gate.weight.clone(), model.mlp.gate.e_score_correction_bias.clone()
+    model.bfloat16()
+    assert model.eh_proj.weight.dtype == torch.bfloat16
+    assert torch.equal(model.mlp.gate.weight, weight) and weight.dtype == torch.float32
+    assert torch.equal(model.mlp.gate.e_score_correction_bias, bias)
+    other = mtp.MTP(model.config).bfloat16()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.mlp.gate.weight, weight) and other.mlp.gate.weight.dtype == torch.float32
+    assert toy_draft(torch.float64).mlp.gate.weight.dtype == torch.float64
+    x = torch.randn(64, 24).bfloat16()
+    expected = (x.float() @ weight.T).sigmoid()
+    weights, chosen = model.mlp.gate(x)
+    assert torch.equal(chosen, (expected + bias).topk(2).indices)
+    expected = expected.gather(1, chosen)
+    torch.testing.assert_close(weights, 1.7 * expected / expected.sum(-1, keepdim=True), rtol=1e-6, atol=0)
+
+
+def test_bias_moves_by_the_balancing_rule_alone():
+    bias = torch.tensor([0.5, -0.25, 0.0, 1.0], dtype=torch.float64)
+    expected = bias + 0.1 * torch.tensor([-1.0, 1.0, 0.0, 0.0])  # loads 6, 0, 3, 3: mean 3
+    mtp.balance_experts(bias, torch.tensor([6, 0, 3, 3]), 0.1)
+    torch.testing.assert_close(bias, expected - expected.mean(), **EXACT)
+
+    model = toy_draft()
+    before = model.mlp.gate.e_score_correction_bias.clone()
+    run(model, *toy_batch(model))
+    gate = model.mlp.gate
+    assert torch.equal(gate.e_score_correction_bias, before) and not gate.e_score_correction_bias.requires_grad
+    gate.e_score_correction_bias.zero_()
+    gate.e_score_correction_bias[0] = 2.0  # every row chooses expert 0
+    ids, hidden, mask, doc = toy_batch(model, B=4, T=40)
+    spread = []
+    for _ in range(60):
+        load = mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=2).expert_load
+        spread.append(int(load.max() - load.min()))
+        mtp.balance_experts(gate.e_score_correction_bias, load, 0.05)
+    assert spread[-1] < 0.3 * spread[0], spread
+
+
+# ---- Experts -------------------------------------------------------------------------------------------------
+
+def toy_experts(dtype=torch.float64, N=19, C=16, E=5, A=2, width=8, unused=3):
+    generator = torch.Generator().manual_seed(0)
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    chosen = torch.rand(N, E, generator=generator).index_fill(1, torch.tensor([unused]), -1).topk(A).indices
+    weights = torch.rand(N, A, generator=generator, dtype=torch.float64).to(mtp.fp32(dtype))
+    tensors = draw(N, C), weights, draw(E, 2 * width, C) * 0.3, draw(E, C, width) * 0.3
+    return chosen, [x.requires_grad_() for x in tensors], draw(N, C)
+
+
+def expert_results(function, chosen, tensors, seed):
+    x, weights, gate_up, down = tensors
+    y = function(x, chosen, weights, gate_up, down)
+    return [y, *torch.autograd.grad((y * seed).sum(), tensors)]
+
+
+def test_experts_gradcheck():
+    chosen, tensors, _ = toy_experts(N=5, C=4, width=3)
+    assert gradcheck(lambda x, w, g, d: mtp.ExpertsCPU.apply(x, chosen, w, g, d), tensors)
+
+
+@pytest.mark.parametrize("name", ["ExpertsCPU", "experts_grouped"])
+def test_experts_equal_the_reference(name):
+    function = mtp.ExpertsCPU.apply if name == "ExpertsCPU" else mtp.experts_grouped
+    for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
+        if dtype == torch.float64 and name == "experts_grouped":
+            continue  # F.grouped_mm has no float64
+        expected = expert_results(mtp.experts_ref, *toy_experts(dtype))
+        for got, want in zip(expert_results(function, *toy_experts(dtype)), expected):
+            assert_near(got, want, tolerance)
+    grad = expert_results(function, *toy_experts(torch.float32))[3]
+    assert not grad[3].any() and grad[2].any()  # an expert that nobody chose has a gradient: zero
+
+
+@pytest.mark.parametrize("name", ["ExpertsCPU", "experts_grouped"])
+def test_experts_bf16_err_at_most_twice_as_much_as_the_reference(name):
+    function = mtp.ExpertsCPU.apply if name == "ExpertsCPU" else mtp.experts_grouped
+    chosen, tensors, seed = toy_experts(torch.bfloat16, N=200, C=32, width=32)
+    exact = expert_results(mtp.experts_ref, chosen, [x.detach().double().requires_grad_() for x in tensors], seed)
+    plain = expert_results(mtp.experts_ref, chosen, tensors, seed)
+    for got, ref, truth in zip(expert_results(function, chosen, tensors, seed), plain, exact):
+        assert (got.double() - truth).norm() <= 2 * (ref.double() - truth).norm()
+
+
+# ---- Attention -----------------------------------------------------------------------------------------------
+
+def toy_attention(steps=3, B=2, T=9, H=4, G=2, D=8, dtype=torch.float64, seed=0):
+    """[q of the last step], [k_0, k_1, ..], [v_0, v_1, ..]."""
+    generator = torch.Generator().manual_seed(seed)
+    def draw(heads):
+        return torch.randn(B, T, heads, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return draw(H), [draw(G) for _ in range(steps)], [draw(G) for _ in range(steps)]
+
+
+DOCS = torch.tensor([[0, 0, 0, 4, 4, 4, 4, -1, -1], [2, -1, 2, 2, 2, 2, 0, 0, 0]])
+
+
+def attend(backend, q, ks, vs, docs):
+    return mtp.BACKENDS[backend](q, ks[-1], vs[-1], ks[:-1], vs[:-1], docs)[0]
+
+
+def dense_attention(q, ks, vs, doc_ids):
+    """Row by row: the keys a row sees, written out; a row that sees none gives 0."""
+    B, T, H, D = q.shape
+    ids = torch.zeros(B, T) if doc_ids is None else doc_ids
+    out = []
+    for b in range(B):
+        for t in range(T):
+            first = max([0] + [s + 1 for s in range(t) if ids[b, s] != ids[b, s + 1]])
+            keys = [] if ids[b, t] < 0 else [(0, s) for s in range(first, t + 1)]
+            keys += [(j, t) for j in range(1, len(ks))]
+            for h in range(H):
+                g = h // (H // ks[0].shape[2])
+                weight = [q[b, t, h] @ ks[j][b, s, g] / D ** 0.5 for j, s in keys]
+                weight = torch.stack(weight).softmax(0) if keys else []
+                out.append(sum((w * vs[j][b, s, g] for w, (j, s) in zip(weight, keys)), 0 * q[b, t, h]))
+    return torch.stack(out).view(B, T, H, D)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("doc_ids", [None, DOCS], ids=["whole", "packed"])
+def test_attention_equals_the_dense_reference(doc_ids, steps):
+    """Outputs and every gradient; padding rows of step 0 see nothing and give 0 with finite gradients."""
+    q, ks, vs = toy_attention(steps)
+    docs = mtp.Documents(doc_ids, 2, 9, "cpu")
+    seed = torch.randn(q.shape, dtype=q.dtype)
+    expected = dense_attention(q, ks, vs, doc_ids)
+    grads = torch.autograd.grad((expected * seed).sum(), [q, *ks, *vs])
+    for backend in ("sdpa", "fa"):
+        out = attend(backend, q, ks, vs, docs)
+        torch.testing.assert_close(out, expected, **EXACT)
+        for got, want in zip(torch.autograd.grad((out * seed).sum(), [q, *ks, *vs]), grads):
+            torch.testing.assert_close(got, want, **EXACT)
+        if doc_ids is not None and steps == 1:
+            assert not out[doc_ids < 0].any()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+def test_a_row_sees_exactly_its_keys(backend):
+    q, ks, vs = toy_attention(3)
+    out = attend(backend, q, ks, vs, mtp.Documents(DOCS, 2, 9, "cpu"))
+    for b, rows in documents(DOCS):
+        for t in rows:
+            seen = [grad.abs().sum((2, 3)) > 0 for grad in torch.autograd.grad(out[b, t].sum(), vs, retain_graph=True)]
+            assert seen[0].nonzero().tolist() == [[b, s] for s in rows if s <= t]
+            assert seen[1].nonzero().tolist() == seen[2].nonzero().tolist() == [[b, t]]
+
+
+@pytest.mark.parametrize("doc_ids", [None, DOCS[:1, 2:8]], ids=["whole", "packed"])
+def test_fa_gradcheck(doc_ids):
+    q, ks, vs = toy_attention(3, B=1, T=6, H=2, G=1, D=4)
+    docs = mtp.Documents(doc_ids, 1, 6, "cpu")
+    assert gradcheck(lambda q, *kv: mtp.AttendCPU.apply(docs, 0.5, q, *kv), [q, *ks, *vs])
+
+
+def test_merge_gradcheck():
+    q, ks, vs = toy_attention(3, B=1, T=4, H=4, G=2, D=3)
+    o_0 = torch.randn(q.shape, dtype=q.dtype, requires_grad=True)
+    lse_0 = torch.randn(q.shape[:3], dtype=q.dtype, requires_grad=True)
+    assert gradcheck(lambda *x: mtp.Merge.apply(0.6, *x), [o_0, lse_0, q, *ks, *vs])
+    out, lse = mtp.merge_ref(o_0, lse_0, q, ks, vs, 0.6)
+    dout = torch.randn_like(out)
+    auto = torch.autograd.grad((out * dout).sum(), [q, *ks, *vs, o_0, lse_0])
+    dq, dks, dvs, do_0, dlse_0 = mtp.merge_backward_ref(dout, q, ks, vs, out, lse, 0.6, o_0, lse_0)
+    for got, want in zip([dq, *dks, *dvs, do_0, dlse_0], auto):
+        torch.testing.assert_close(got, want, **EXACT)
+    for got, want in zip(mtp.merge_backward_ref(dout, q, ks, vs, out, lse, 0.6), (dq, dks, dvs)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_merge_of_a_row_that_sees_nothing_in_block_0():
+    q, ks, vs = toy_attention(2)
+    o_0, lse_0 = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=q.dtype)
+    out, lse = mtp.merge_ref(o_0, lse_0, q, ks, vs, 0.3)
+    assert lse.isfinite().all()
+    torch.testing.assert_close(out, dense_attention(q * 0.3 * 8 ** 0.5, [ks[0] * 0, *ks], [vs[0] * 0, *vs],
+                                                    -torch.ones(2, 9)), **EXACT)
+    grads = mtp.merge_backward_ref(out, q, ks, vs, out, lse, 0.3, o_0, lse_0)
+    assert all(x.isfinite().all() for x in [grads[0], *grads[1], *grads[2], *grads[3:]])
+
+
+@pytest.mark.parametrize("D", [4, 16, 24])
+@pytest.mark.parametrize("doc_ids", [None, DOCS], ids=["whole", "packed"])
+def test_flex_block_equals_the_cpu_block(doc_ids, D):
+    """FlexAttention runs forward on a CPU; its head dim is padded with zeros to a power of two, at least 16."""
+    q, ks, vs = toy_attention(1, D=D)
+    docs = mtp.Documents(doc_ids, 2, 9, "cpu")
+    with torch.no_grad():
+        o, lse = mtp.causal_block_flex(q, ks[0], vs[0], docs, D ** -0.5)
+        expected, expected_lse = mtp.causal_block_cpu(q, ks[0], vs[0], docs, D ** -0.5)
+    torch.testing.assert_close(o, expected, rtol=1e-6, atol=1e-6)  # FlexAttention computes in fp32
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(expected, dense_attention(q, ks, vs, doc_ids), **EXACT)
+
+
+def test_fa_and_sdpa_in_bf16_err_alike():
+    q, ks, vs = toy_attention(3, T=64, D=16, dtype=torch.bfloat16)
+    docs = mtp.Documents(None, 2, 64, "cpu")
+    seed = torch.randn(q.shape)
+    def results(backend, *tensors):
+        q, ks, vs = tensors[0], tensors[1:4], tensors[4:]
+        out = attend(backend, q, list(ks), list(vs), docs)
+        return [out, *torch.autograd.grad((out * seed).sum(), tensors)]
+    low = [q, *ks, *vs]
+    exact = results("sdpa", *(x.detach().double().requires_grad_() for x in low))
+    for fa, sdpa, truth in zip(results("fa", *low), results("sdpa", *low), exact):
+        assert fa.dtype == torch.bfloat16
+        assert (fa.double() - truth).norm() <= 2 * (sdpa.double() - truth).norm()
+
+
+def test_fa_names_what_is_missing(monkeypatch):
+    assert mtp.why_not_fa("cpu", torch.float64) is None
+    assert "float64" in mtp.why_not_fa("cuda", torch.float64)
+    assert mtp.why_not_fa("cuda", torch.bfloat16) is None
+    q = torch.zeros(1, 2, 2, 8, device="meta")
+    with pytest.raises(ValueError, match="backend fa cannot run.*meta.*--backend sdpa"):
+        mtp.attend_fa(q, q, q, [], [], None)
+    monkeypatch.setattr(mtp, "FLEX_MISSING", "torch 1.0 cannot return FlexAttention's lse (no AuxRequest)")
+    assert "no AuxRequest" in mtp.why_not_fa("cuda", torch.bfloat16)
+
+
+LONG = textwrap.dedent("""
+    import resource, torch, mtp
+    torch.set_num_threads(1)
+    cfg = mtp.MTPConfig(vocab_size=64, hidden_size=16, num_attention_heads=1, num_key_value_heads=1,
+                        head_dim=8, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
+    model = mtp.MTP(cfg)
+    model.set_target(torch.randn(64, 16), torch.randn(64, 16))
+    def peak(T):
+        q = torch.randn(1, T, 1, 8)
+        mtp.attend_fa(q, q, q, [q], [q], mtp.Documents(None, 1, T, "cpu"))
+        ids, hidden, doc = torch.zeros(1, T).long(), torch.randn(1, T, 16), torch.arange(T)[None] // 1000
+        mtp.ttt_loss(model, ids, hidden, None, doc, backend="fa", ttt_length=2).loss.backward()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(peak(1024), peak(32768))
+""")
+
+
+def test_fa_memory_is_linear_in_the_sequence():
+    """At T = 32k one fp32 score matrix would be 4 GiB, a boolean mask 1 GiB; all of a step fits in 0.5."""
+    done = subprocess.run([sys.executable, "-c", LONG], cwd=HERE, text=True, capture_output=True)
+    short, long = map(int, done.stdout.split())
+    assert long - short < 512, f"{long - short} MiB more at T = 32k"
