@@ -204,7 +204,8 @@ def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, ce_w
     model.zero_grad()
     loss.backward()
     grads = {name: torch.zeros_like(q) if q.grad is None else q.grad.clone() for name, q in model.named_parameters()}
-    figures = [torch.tensor([float(v) for v in x], dtype=torch.float64) for x in (ce, kl, right, count, hits)]
+    figures = [torch.tensor([v.item() if torch.is_tensor(v) else v for v in x], dtype=torch.float64)
+               for x in (ce, kl, right, count, hits)]
     return mtp.TTTOutput(loss.detach(), *figures, load), grads
 
 
@@ -734,3 +735,490 @@ def test_fa_memory_is_linear_in_the_sequence():
     done = subprocess.run([sys.executable, "-c", LONG], cwd=HERE, text=True, capture_output=True)
     short, long = map(int, done.stdout.split())
     assert long - short < 512, f"{long - short} MiB more at T = 32k"
+
+
+# ---- The TTT loop --------------------------------------------------------------------------------------------
+
+SHAPES = [dict(vocab_size=5), dict(n_group=3, topk_group=2, num_key_value_heads=1, attention_bias=True),
+          dict(vocab_size=5, use_qk_norm=False, norm_topk_prob=False, n_shared_experts=0, partial_rotary_factor=1.0)]
+OPTIONS = [dict(), dict(recycle="pre", zero_first_embedding=True, ttt_length=4, ce_weight=0.3, kl_weight=1.4, decay=0.5)]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("case", range(3))
+def test_ttt_loss_equals_the_row_by_row_reference(case, backend):
+    """Loss, every figure and every gradient."""
+    model, options = toy_draft(**SHAPES[case]), OPTIONS[case % 2]
+    ids, hidden, mask, doc = toy_batch(model, packed=case != 1)
+    expected = naive_ttt(model, ids, hidden, mask, doc, **options)
+    assert expected[0].count.min() > 2 and expected[0].prefix_hits.max() > 0
+    assert_same(run(model, ids, hidden, mask, doc, backend=backend, **options), expected, **EXACT)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("recycle, zero_first", [("post", False), ("pre", True)])
+def test_training_computes_what_serving_computes(backend, recycle, zero_first, monkeypatch):
+    """Every row: verify the prefix token by token, then draft from it with a growing cache. Equals the TTT pass."""
+    model, K, spy = toy_draft(), 4, Spy(monkeypatch)
+    ids, hidden, mask, doc = toy_batch(model)
+    mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=K, backend=backend, recycle=recycle,
+                 zero_first_embedding=zero_first)
+    compared = 0
+
+    def serve(token, g, position, cache):
+        e = model.embed(token[None, None]) * (not (zero_first and position == 0))
+        position = torch.tensor([[position]])
+        n, r, *cache, _ = model(e, g, position, *cache, None, attend=mtp.attend_decode)
+        return n, r, cache
+
+    for b, rows in documents(doc):
+        prefix = [[], []]
+        for t in range(len(rows) - 1):
+            n, r, prefix = serve(ids[b, rows[t + 1]], hidden[b, rows[t]][None, None], t, prefix)
+            cache = prefix
+            for k in range(K):
+                torch.testing.assert_close(spy.ns[k][b, rows[t]], n[0, 0], **EXACT)
+                compared += 1
+                if t + 2 + k == len(rows):
+                    break
+                if k + 1 < K:
+                    g = n if recycle == "post" else r
+                    n, r, cache = serve(ids[b, rows[t + 2 + k]], g, t + k + 1, cache)
+    assert compared > 60
+
+
+def test_decoding_in_pieces_equals_decoding_at_once():
+    q, ks, vs = toy_attention(1)
+    whole, _, _ = mtp.attend_decode(q, ks[0], vs[0], [], [])
+    past_k, past_v, parts = [], [], []
+    for piece in (slice(0, 4), slice(4, 5), slice(5, 9)):
+        out, past_k, past_v = mtp.attend_decode(q[:, piece], ks[0][:, piece], vs[0][:, piece], past_k, past_v)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, **EXACT)
+    torch.testing.assert_close(whole, dense_attention(q, ks, vs, None), **EXACT)
+
+
+@pytest.mark.parametrize("reads", ["embedding", "hidden"])
+def test_a_toy_that_knows_the_answer_is_always_right(reads):
+    """Text x[t+1] = pi(x[t]), target h[t] = onehot(x[t+1]), no attention, no experts. A draft that maps its embedding by
+    pi is right only if x[t+1+k] is embedded and x[t+2+k] asked for; one that maps its hidden state by pi is right only
+    if step k is fed with step k-1's output and not with h again."""
+    C = 12
+    model = mtp.MTP(toy_config(vocab_size=C, hidden_size=C)).double()
+    eye, pi = torch.eye(C, dtype=torch.float64), torch.randperm(C, generator=torch.Generator().manual_seed(0))
+    for p in (model.self_attn.o_proj.weight, model.mlp.experts.down_proj, model.mlp.shared_experts.down_proj.weight):
+        p.data.zero_()
+    half = slice(0, C) if reads == "embedding" else slice(C, 2 * C)
+    model.eh_proj.weight.data.zero_()[:, half] = eye[pi].T  # column i is onehot(pi[i])
+    model.set_target(eye.clone(), 8 * eye)
+    ids = [3]
+    while len(ids) < 20:
+        ids.append(int(pi[ids[-1]]))
+    ids = torch.tensor([ids])
+    hidden = eye[torch.cat([ids[:, 1:], pi[ids[:, -1:]]], 1)] * C ** 0.5
+    out = mtp.ttt_loss(model, ids, hidden, ttt_length=4)
+    assert out.acc.tolist() == [1.0] * 4 and out.prefix_hits.tolist() == out.count.tolist() == [18, 17, 16, 15]
+    assert out.kl.abs().max() < 1e-6
+    if reads == "embedding":  # a target one row late
+        assert mtp.ttt_loss(model, ids, hidden.roll(1, 1), ttt_length=4).acc.max() < 1.0
+
+
+def test_fusion_is_embedding_first_then_hidden():
+    model = toy_draft()
+    e, h = torch.randn(1, 3, 24, dtype=torch.float64), torch.randn(1, 3, 24, dtype=torch.float64)
+    seen = []
+    model.input_layernorm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(e, h, torch.arange(3)[None], [], [], mtp.Documents(None, 1, 3, "cpu"))
+    left, right = model.eh_proj.weight.split(24, dim=1)
+    expected = naive_norm(e, model.enorm.weight, 1e-5) @ left.T + naive_norm(h, model.hnorm.weight, 1e-5) @ right.T
+    torch.testing.assert_close(seen[0], expected, **EXACT)
+
+
+@pytest.mark.parametrize("recycle", ["post", "pre"])
+def test_the_next_step_gets_the_last_output_bitwise(recycle):
+    model, calls = toy_draft(), []
+    model.register_forward_hook(lambda module, args, out: calls.append((args, out)))
+    ids, hidden, mask, doc = toy_batch(model, packed=False)
+    mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=3, recycle=recycle)
+    assert torch.equal(calls[0][0][1], hidden)
+    for k in (1, 2):
+        n, r = calls[k - 1][1][:2]
+        assert torch.equal(calls[k][0][1], n if recycle == "post" else r)
+        assert torch.equal(n, model.shared_head["norm"](r)) and not torch.equal(n, r)
+        assert torch.equal(calls[k][0][2], torch.arange(14).expand(2, 14) + k)
+    ids[:, 0] = 39 - ids[:, 0]  # x_0 is embedded by no row
+    before = calls[0][1][0]
+    mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=3, recycle=recycle)
+    assert torch.equal(calls[3][1][0], before)
+
+
+@pytest.mark.parametrize("m", [2, 5, 13])
+def test_one_unmasked_token_trains_exactly_its_rows(m, monkeypatch):
+    model, spy = toy_draft(), Spy(monkeypatch)
+    ids, hidden, _, _ = toy_batch(model, B=1)
+    mask = torch.zeros(1, 14).index_fill(1, torch.tensor([m]), 1)
+    out, _ = run(model, ids, hidden, mask, ttt_length=3)
+    assert out.count.tolist() == [1, 1 if m > 2 else 0, 1 if m > 3 else 0]
+    own = spy.real.apply(model.lm_head_weight, F.pad(hidden, (0, 0, 0, 3)), spy.valid,
+                         torch.ones(3, dtype=torch.float64), 1.0, 1.0, *(n.detach().requires_grad_() for n in spy.ns))
+    for k, grad in enumerate(torch.autograd.grad(own[0], own[0].grad_fn.next_functions and [
+            f[0].variable for f in own[0].grad_fn.next_functions if f[0] is not None])):
+        rows = (grad.abs().sum(-1) > 0).nonzero().tolist()
+        assert rows == ([[0, m - 2 - k]] if m - 2 - k >= 0 else [])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+def test_causality(backend, monkeypatch):
+    """Row t, step k does not see ids after t+1+k nor h after t; it does see x[t+1+k] and h[t]."""
+    model, K, spy = toy_draft(), 3, Spy(monkeypatch)
+    ids, hidden, _, _ = toy_batch(model, B=1)
+
+    def steps(ids, hidden):
+        mtp.ttt_loss(model, ids, hidden, ttt_length=K, backend=backend)
+        return torch.stack([n[0] for n in spy.ns]).detach()
+
+    before = steps(ids, hidden)
+    for edit in (4, 9):
+        other_ids, other_hidden = ids.clone(), hidden.clone()
+        other_ids[0, edit] = (ids[0, edit] + 1) % 40
+        other_hidden[0, edit] += 1.0
+        for after, shift in ((steps(other_ids, hidden), 1), (steps(ids, other_hidden), None)):
+            changed = (after - before).abs().amax(-1) > 1e-9
+            for k in range(K):
+                first = edit if shift is None else edit - 1 - k
+                assert not changed[k, :first].any() and changed[k, first], (k, first)
+                assert shift is None or changed[k, edit:].all()
+
+
+def test_packed_documents_do_not_leak(monkeypatch):
+    """[A|B] equals A and B apart: every row of every step, loss and gradients; an edit in B never reaches A."""
+    model, K, spy = toy_draft(), 3, Spy(monkeypatch)
+    ids, hidden, mask, _ = toy_batch(model, B=1, T=15)
+    doc, split = torch.tensor([[5] * 6 + [5 - 2] * 9]), 6
+    count = mtp.valid_counts(mask, doc, K, batch=1, length=15)
+    for backend in ("sdpa", "fa"):
+        options = dict(ttt_length=K, backend=backend, counts=count)
+        packed, grads = run(model, ids, hidden, mask, doc, **options)
+        packed_ns = [n.detach() for n in spy.ns]
+        loss, total = 0.0, {name: 0.0 for name in grads}
+        for part in (slice(0, split), slice(split, 15)):
+            out, own = run(model, ids[:, part], hidden[:, part], mask[:, part], **options)
+            loss, total = loss + out.loss, {name: total[name] + own[name] for name in own}
+            for k in range(K):  # the last k + 1 rows of a document embed what is not theirs and never count
+                inside = slice(0, max(0, part.stop - part.start - 1 - k))
+                torch.testing.assert_close(packed_ns[k][:, part][:, inside], spy.ns[k][:, inside], **EXACT)
+        torch.testing.assert_close(packed.loss, loss, **EXACT)
+        for name in grads:
+            torch.testing.assert_close(grads[name], total[name], **EXACT)
+        other_ids, other_hidden = ids.clone(), hidden.clone()
+        other_ids[:, split:] = (ids[:, split:] + 3) % 40
+        other_hidden[:, split:] += 1.0
+        mask_a = mask.clone()
+        mask_a[:, split:] = False
+        assert_same(no_load(run(model, other_ids, other_hidden, mask_a, doc, **options)),
+                    no_load(run(model, ids, hidden, mask_a, doc, **options)), **EXACT)
+
+
+def no_load(result):
+    return result[0]._replace(expert_load=result[0].count), result[1]
+
+
+# ---- Documents and counts ------------------------------------------------------------------------------------
+
+def test_documents_are_maximal_runs():
+    docs = mtp.Documents(torch.tensor([[3, 3, 5, 3, -1, -2, 3, 3]]), 1, 8, "cpu")
+    assert docs.position_ids.tolist()[0][:4] == [0, 1, 0, 0] and docs.position_ids.tolist()[0][6:] == [0, 1]
+    assert [(b, s.start, s.stop) for (bs, s) in docs.segments for b in [bs.start]] == [
+        (0, 0, 2), (0, 2, 3), (0, 3, 4), (0, 6, 8)]
+    run = docs.run[0].tolist()
+    assert run[0] == run[1] and run[6] == run[7] and run[4] == run[5] == -1 and len({*run}) == 5
+    whole = mtp.Documents(None, 2, 3, "cpu")
+    assert whole.whole and not docs.whole and whole.position_ids.tolist() == [[0, 1, 2]] * 2
+    assert whole.has_later(2).tolist() == [[True, False, False]] * 2
+
+
+def test_valid_counts():
+    ids = torch.zeros(2, 14).long()
+    mask = torch.rand(2, 14, generator=torch.Generator().manual_seed(0)) > 0.4
+    for doc in (None, toy_batch(toy_draft())[3]):
+        expected = [0] * 4
+        for b, rows in documents(ids if doc is None else doc):
+            for k in range(4):
+                expected[k] += sum(int(mask[b, rows[i]]) for i in range(k + 2, len(rows)))
+        for given in (mask, mask.double() * 0.2, mask.long() * -3):
+            assert mtp.valid_counts(given, doc, 4, batch=2, length=14).tolist() == expected
+    assert mtp.valid_counts(None, None, 3, batch=2, length=4).tolist() == [4, 2, 0]
+
+
+@pytest.mark.parametrize("split", [[1, 1, 1, 1], [2, 2], [3, 1]])
+def test_any_split_of_a_batch_gives_the_same_gradients(split):
+    model = toy_draft()
+    ids, hidden, mask, doc = toy_batch(model, B=4, T=12)
+    mask[1] = False  # a micro-batch in which nothing counts
+    doc = doc.clamp(min=-1)
+    whole, expected = run(model, ids, hidden, mask, doc)
+    counts = sum(mtp.valid_counts(m, d, 3, batch=len(m), length=12) for m, d in zip(mask.split(split), doc.split(split)))
+    assert counts.tolist() == whole.count.tolist()
+    model.zero_grad()
+    loss = 0.0
+    for part in zip(ids.split(split), hidden.split(split), mask.split(split), doc.split(split)):
+        out = mtp.ttt_loss(model, *part, counts=counts)
+        out.loss.backward()
+        loss = loss + out.loss.detach()
+    torch.testing.assert_close(loss, whole.loss, rtol=1e-10, atol=1e-10)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+def test_nothing_to_learn_gives_zero_and_finite_gradients(backend):
+    model = toy_draft()
+    ids, hidden, mask, doc = toy_batch(model)
+    for batch in ((mask & False, doc), (mask, doc * 0 - 1), (mask, torch.arange(28).view(2, 14))):
+        out, grads = run(model, ids, hidden, *batch, backend=backend)
+        assert out.loss == 0 and not out.count.any() and not out.acc.any() and not out.prefix_hits.any()
+        assert all(grad.isfinite().all() and not grad.any() for grad in grads.values())
+    out, grads = run(model, ids[:, :1], hidden[:, :1], backend=backend)
+    assert out.loss == 0 and not any(grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+def test_padding_changes_nothing_whatever_it_holds(backend):
+    """Twice the padding, NaN hidden states and impossible ids in it: the same loss, figures and gradients."""
+    model = toy_draft()
+    ids, hidden, mask, doc = toy_batch(model)
+    doc[:, -3:] = -1
+    expected = run(model, ids, hidden, mask, doc, backend=backend)
+    ids, mask = F.pad(ids, (0, 3), value=-100), F.pad(mask, (0, 3), value=True)
+    doc, hidden = F.pad(doc, (0, 3), value=-1), F.pad(hidden, (0, 0, 0, 3), value=torch.nan)
+    ids[doc < 0], hidden[doc < 0] = -100, torch.nan
+    assert_same(run(model, ids, hidden, mask, doc, backend=backend), expected, **EXACT)
+    only_masked = toy_batch(model, packed=False)[:2]  # right padding that only the mask tells
+    mask = torch.ones(2, 14).index_fill(1, torch.arange(10, 14), 0)
+    longer = F.pad(only_masked[0], (0, 4)), F.pad(only_masked[1], (0, 0, 0, 4)), F.pad(mask, (0, 4))
+    a, b = run(model, *only_masked, mask, backend=backend), run(model, *longer, backend=backend)
+    assert_same(no_load(a), no_load(b), **EXACT)
+
+
+def test_two_runs_are_bitwise_equal():
+    model = toy_draft(torch.float32)
+    for backend in ("sdpa", "fa"):
+        batch = toy_batch(model, T=40)
+        assert_same(run(model, *batch, backend=backend), run(model, *batch, backend=backend), rtol=0, atol=0)
+
+
+# ---- The chunked loss ----------------------------------------------------------------------------------------
+
+def naive_loss(lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
+    """The loss with whole logits and autograd."""
+    wide = mtp.fp32(lm_head.dtype)
+    total = 0.0
+    for k, n in enumerate(ns):
+        T = n.shape[1]
+        teacher = F.linear(hidden[:, k + 1:k + 1 + T].to(lm_head.dtype), lm_head)
+        log_p, log_q = (x.to(wide).log_softmax(-1) for x in (teacher, F.linear(n.to(lm_head.dtype), lm_head)))
+        ce = F.cross_entropy(log_q.flatten(0, 1), teacher.argmax(-1).flatten(), reduction="none").view(valid[k].shape)
+        kl = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+        total = total + coeff[k].to(wide) * (valid[k] * (ce_weight * ce + kl_weight * kl)).sum()
+    return total
+
+
+def loss_case(dtype=torch.float64, B=2, T=23, C=12, V=37, K=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    valid = torch.rand(K, B, T, generator=generator) > 0.5
+    valid[:, 0, 4:16] = False  # whole chunks without a row that counts
+    ns = [draw(B, T, C).requires_grad_() for _ in range(K)]
+    coeff = torch.rand(K, generator=generator, dtype=torch.float64)
+    return draw(V, C), draw(B, T + K, C), valid, coeff, 0.7, 1.3, *ns
+
+
+def in_float64(case):
+    exact = [x.detach().double() if torch.is_tensor(x) and x.is_floating_point() else x for x in case]
+    return [*exact[:6], *(n.requires_grad_() for n in exact[6:])]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 1000])
+def test_chunked_loss_equals_autograd_over_whole_logits(rows, monkeypatch):
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
+    case = loss_case()
+    (loss, sums), expected = mtp.ChunkedLoss.apply(*case), naive_loss(*case)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    for got, want in zip(torch.autograd.grad(3 * loss, case[6:]), torch.autograd.grad(3 * expected, case[6:])):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        assert torch.equal(mtp.ChunkedLoss.apply(*case)[1], sums)
+
+
+@pytest.mark.parametrize("rows", [4, 1000])
+def test_teacher_logits_are_computed_once_and_only_where_read(rows, monkeypatch):
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
+    case, seen, real = loss_case(), [], mtp.row_softmax
+    hidden, valid = case[1], case[2]
+
+    def spy(x, *args):
+        if x.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr():
+            seen.extend(range(x.storage_offset() // 12, x.storage_offset() // 12 + len(x)))
+        return real(x, *args)
+
+    monkeypatch.setattr(mtp, "row_softmax", spy)
+    mtp.ChunkedLoss.apply(*case)
+    needed = {b * 26 + t + 1 + j for k, b, t in valid.nonzero().tolist() for j in range(k + 1)}
+    assert len(seen) == len(set(seen)) and needed <= set(seen)
+    assert rows > 4 or len(seen) < 2 * 26 - 8  # chunks that nothing reads are left out
+
+
+def test_chunked_loss_in_bf16_errs_at_most_twice_as_much_as_autograd():
+    case = loss_case(torch.bfloat16, V=200, C=32)
+    exact = in_float64(case)
+    truth, plain, ours = naive_loss(*exact), naive_loss(*case), mtp.ChunkedLoss.apply(*case)[0]
+    assert ours.dtype == torch.float32
+    grads = [torch.autograd.grad(loss, ns[6:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
+    for want, ref, got in zip(*grads):
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - want).norm() <= 2 * (ref.double() - want).norm()
+    assert abs(ours.double() - truth) <= 2 * abs(plain.double() - truth) + 1e-6 * abs(truth)
+
+
+def test_low_precision_runs_are_close_to_float64():
+    """The whole loss. bf16 numbers carry 8 bits, and what a few of them in a row may lose is a few 2^-8."""
+    exact = toy_draft(torch.float64, num_experts_per_tok=6)  # all experts: rounding cannot change the choice
+    batch = toy_batch(exact, T=32)
+    expected = mtp.ttt_loss(exact, *batch)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 8 * 2 ** -8)):
+        model = toy_draft(torch.float64, num_experts_per_tok=6)
+        model.to(dtype).set_target(*(x.to(dtype) for x in (model.embed_weight, model.lm_head_weight)))
+        for backend in ("sdpa", "fa"):
+            out, grads = run(model, batch[0], batch[1].to(dtype), *batch[2:], backend=backend)
+            assert out.loss.dtype == torch.float32 and all(grad.isfinite().all() for grad in grads.values())
+            assert_near(out.loss.double(), expected.loss, tolerance)
+    # a target in another dtype than the draft: its matmuls run in its own dtype
+    model = toy_draft(torch.float32)
+    model.set_target(model.embed_weight.bfloat16(), model.lm_head_weight.bfloat16())
+    out, grads = run(model, batch[0], batch[1].bfloat16(), *batch[2:])
+    assert out.loss.isfinite() and grads["eh_proj.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("V", [151936, 248320])
+def test_large_vocabularies(V):
+    """fp32 against float64: careless sums over so many logits err by 1e-4. Gradients are a matmul over V in both."""
+    case = loss_case(torch.float32, B=1, T=6, C=8, V=V)
+    exact = in_float64(case)
+    truth, plain, ours = naive_loss(*exact), naive_loss(*case), mtp.ChunkedLoss.apply(*case)[0]
+    assert_near(ours, truth, 1e-5)
+    grads = [torch.autograd.grad(loss, ns[6:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
+    for want, ref, got in zip(*grads):
+        assert (got - want).norm() <= 2 * (ref - want).norm()
+
+
+def saved_bytes(T, V, rows=None):
+    """Bytes kept for backward by a whole loss: every distinct storage that is no parameter, once."""
+    torch.manual_seed(0)
+    model = mtp.MTP(mtp.MTPConfig(vocab_size=V, hidden_size=256, num_attention_heads=8, num_key_value_heads=2,
+                                  head_dim=32, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128))
+    model.set_target(torch.randn(V, 256), torch.randn(V, 256))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = mtp.ttt_loss(model, torch.randint(V, (1, T)), torch.randn(1, T, 256), ttt_length=4, backend="fa")
+    assert out.loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_bytes_saved_for_backward(monkeypatch):
+    base = saved_bytes(256, 8192)
+    assert base <= 40 * 2 ** 20, f"{base / 2 ** 20:.1f} MiB"
+    assert saved_bytes(512, 8192) <= 2.1 * base
+    assert saved_bytes(256, 16384) == base
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", 16 * 8192)
+    assert saved_bytes(256, 8192) == base
+
+
+# ---- Several ranks -------------------------------------------------------------------------------------------
+
+USP = [  # changes of the config, of the batch, options; T is no multiple of 4 in any of them
+    (dict(), dict(T=14), dict()),
+    (dict(num_key_value_heads=1, attention_bias=True), dict(T=10, packed=False),  # halo of 4 rows, shards of 3
+     dict(recycle="pre", zero_first_embedding=True, ttt_length=4)),
+    (dict(num_key_value_heads=4, rope_theta=5e6), dict(T=61, B=1), dict(ttt_length=2)),
+    (dict(rope_theta=1e6), dict(T=50, packed=False), dict(mask_first=11)),  # most ranks have no valid row
+]
+
+
+def usp_case(i):
+    changes, batch, options = USP[i]
+    model, options = toy_draft(**changes), dict(options)
+    ids, hidden, mask, doc = toy_batch(model, **batch)
+    if "mask_first" in options:
+        mask[:, options.pop("mask_first"):] = False
+    return model, (ids, hidden, mask, doc), options
+
+
+def summed(result, group=None):
+    """run()'s result with loss and gradients summed over ranks."""
+    out, grads = result
+    loss = out.loss.detach().clone()
+    for x in (loss, *grads.values()):
+        dist.all_reduce(x, group=group)
+    return out._replace(loss=loss), grads
+
+
+def usp_rank(rank, P, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=P)
+    sent, real = [], dist.all_to_all_single
+
+    def counting(out, x, group=None):
+        sent.append(x.nbytes * (P - 1) // P)
+        return real(out, x, group=group)
+
+    dist.all_to_all_single, results = counting, []
+    for i in range(len(USP)):
+        model, batch, options = usp_case(i)
+        sent.clear()
+        results.append((summed(run(model, *batch, backend="usp", **options)), sum(sent)))
+    if P == 4:  # two groups of two ranks, each with its own half of the batch
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model, (ids, hidden, mask, doc), options = usp_case(0)
+        counts = mtp.valid_counts(mask, doc, 3, batch=2, length=14)
+        half = [x[rank // 2:rank // 2 + 1] for x in (ids, hidden, mask, doc)]
+        result = run(model, *half, backend="usp", group=groups[rank // 2], counts=counts)
+        results.append((summed(result), None))
+        with pytest.raises(ValueError, match="4 ranks do not divide 6 query heads; use 2"):
+            run(toy_draft(num_attention_heads=6), ids, hidden, backend="usp")
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_usp_equals_one_rank(P, tmp_path):
+    """Loss and gradients summed over ranks, figures of every rank, and the bytes that each sends."""
+    torch.multiprocessing.spawn(usp_rank, (P, tmp_path), nprocs=P)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(P)]
+    for i in range(len(USP)):
+        model, batch, options = usp_case(i)
+        expected, cfg = run(model, *batch, backend="sdpa", **options), model.config
+        (B, T), K, H, G = batch[0].shape, options.get("ttt_length", 3), 4, cfg.num_key_value_heads
+        heads = 2 * H + 2 * G * (P // math.gcd(G, P))
+        for results in ranks:
+            result, sent = results[i]
+            assert_same(result, expected, **EXACT)
+            assert sent == 2 * K * 8 * B * -(-T // P) * heads * cfg.head_dim * (P - 1) // P
+    if P == 4:
+        model, batch, _ = usp_case(0)
+        expected = run(model, *batch)
+        for results in ranks:
+            loss, grads = results[-1][0][0].loss, results[-1][0][1]
+            torch.testing.assert_close(loss, expected[0].loss.detach(), **EXACT)
+            for name in grads:
+                torch.testing.assert_close(grads[name], expected[1][name], **EXACT)
+        halves = [ranks[0][-1][0][0], ranks[2][-1][0][0]]  # figures are a group's own
+        assert (halves[0].count + halves[1].count).tolist() == expected[0].count.tolist()
