@@ -1,14 +1,12 @@
 """Checks of everything mtp.py claims. Run: pytest -q test_mtp.py
 
-References are independent of the code under test: a loop over single rows in float64, transformers' own layers,
-plain autograd. Tolerances are derived: float64 results may differ by summation order (1e-12 of numbers of order
-one), fp32 layers by 1e-5, and bf16 code may err at most twice as much as plain PyTorch in bf16 does.
+References are independent of the code under test: a loop over single rows in float64, transformers' own
+layers, plain autograd. Tolerances are derived: float64 results may differ by the order of sums (1e-12 of
+numbers of order one), fp32 layers by 1e-5, and bf16 code may err twice as much as plain PyTorch in bf16 does.
 """
 import ast
 import math
 import os
-import re
-import resource
 import subprocess
 import sys
 import textwrap
@@ -27,13 +25,13 @@ CUT = "# ---- Everything above needs only torch"
 EXACT = dict(rtol=1e-12, atol=1e-12)
 
 
-# ---- Toys and the reference ----------------------------------------------------------------------------------
+# ---- Toys and the reference --------------------------------------------------------------------------------
 
 def toy_config(**changes):
     return mtp.MTPConfig(**{**dict(
-        vocab_size=40, hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=6,
-        num_experts_per_tok=2, moe_intermediate_size=10, partial_rotary_factor=0.5, routed_scaling_factor=1.7),
-        **changes})
+        vocab_size=40, hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=10, partial_rotary_factor=0.5,
+        routed_scaling_factor=1.7), **changes})
 
 
 def toy_draft(dtype=torch.float64, seed=0, **changes):
@@ -92,9 +90,6 @@ class Spy:
 
     def apply(self, *args):
         self.valid, self.ns = args[2], args[6:]
-        for n in self.ns:
-            if n.requires_grad:
-                n.retain_grad()
         return self.real.apply(*args)
 
 
@@ -103,7 +98,7 @@ def naive_norm(x, weight, eps):
 
 
 def naive_rope(x, position, cfg):
-    """x (heads, D) at one position: pairs (i, i + rotary / 2) are turned by position * theta^(-2i / rotary)."""
+    """x (heads, D) at one position: pairs (i, i + rotary / 2) turn by position * theta^(-2i / rotary)."""
     rotary = int(cfg.head_dim * cfg.partial_rotary_factor)
     out = list(x.unbind(-1))
     for i in range(rotary // 2):
@@ -136,14 +131,19 @@ def naive_moe(x, p, cfg):
     return y, chosen
 
 
-def naive_step(e, g, position, keys, values, is_root, p, cfg):
-    """One row, one step. keys, values: what the row sees, its own last; returns n, r, chosen, keys, values."""
-    D, eps = cfg.head_dim, cfg.rms_norm_eps
-    z = p["eh_proj.weight"] @ torch.cat([naive_norm(e, p["enorm.weight"], eps), naive_norm(g, p["hnorm.weight"], eps)])
-    x = naive_norm(z, p["input_layernorm.weight"], eps)
-    q, k, v = ((p[f"self_attn.{i}_proj.weight"] @ x + p.get(f"self_attn.{i}_proj.bias", 0)).view(-1, D) for i in "qkv")
+def naive_step(e, g, position, keys, values, p, cfg):
+    """One row, one step. keys, values: those seen so far. Returns n, r, chosen, both with its own added."""
+    D = cfg.head_dim
+
+    def norm(x, name):
+        return naive_norm(x, p[name + ".weight"], cfg.rms_norm_eps)
+
+    z = p["eh_proj.weight"] @ torch.cat([norm(e, "enorm"), norm(g, "hnorm")])
+    x = norm(z, "input_layernorm")
+    q, k, v = (p[f"self_attn.{i}_proj.weight"] @ x + p.get(f"self_attn.{i}_proj.bias", 0) for i in "qkv")
+    q, k, v = (x.view(-1, D) for x in (q, k, v))
     if cfg.use_qk_norm:
-        q, k = naive_norm(q, p["self_attn.q_norm.weight"], eps), naive_norm(k, p["self_attn.k_norm.weight"], eps)
+        q, k = norm(q, "self_attn.q_norm"), norm(k, "self_attn.k_norm")
     q, k = naive_rope(q, position, cfg), naive_rope(k, position, cfg)
     keys, values = keys + [k], values + [v]
     heads = []
@@ -152,8 +152,8 @@ def naive_step(e, g, position, keys, values, is_root, p, cfg):
         weight = torch.stack([q[i] @ key[group] for key in keys]).div(D ** 0.5).softmax(0)
         heads.append(sum(w * value[group] for w, value in zip(weight, values)))
     u = z + p["self_attn.o_proj.weight"] @ torch.cat(heads)
-    y, chosen = naive_moe(naive_norm(u, p["post_attention_layernorm.weight"], eps), p, cfg)
-    return naive_norm(u + y, p["shared_head.norm.weight"], eps), u + y, chosen, keys, values
+    y, chosen = naive_moe(norm(u, "post_attention_layernorm"), p, cfg)
+    return norm(u + y, "shared_head.norm"), u + y, chosen, keys, values
 
 
 def documents(doc_ids):
@@ -167,8 +167,8 @@ def documents(doc_ids):
     return [(b, rows) for b, doc, rows in found if doc >= 0]
 
 
-def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, ce_weight=1.0, kl_weight=1.0, decay=0.8,
-              recycle="post", zero_first_embedding=False):
+def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, ce_weight=1.0, kl_weight=1.0,
+              decay=0.8, recycle="post", zero_first_embedding=False):
     """ttt_loss, one row and one step at a time, straight from the definition. Same results as run()."""
     cfg, K = model.config, ttt_length
     p = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -182,7 +182,7 @@ def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, ce_w
             g, keys, values, all_right = h[t], root_k, root_v, True
             for k in range(min(K, len(rows) - 1 - t)):
                 e = model.embed_weight[x[t + 1 + k]] * (not (zero_first_embedding and t + k == 0))
-                n, r, chosen, keys, values = naive_step(e, g, t + k, keys, values, k == 0, p, cfg)
+                n, r, chosen, keys, values = naive_step(e, g, t + k, keys, values, p, cfg)
                 if k == 0:
                     root_k, root_v = keys, values
                 load[chosen] += 1
@@ -196,20 +196,20 @@ def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, ce_w
                     count[k] += 1
                     right[k] += is_right
                     hits[k] += int(all_right)
-                    ce[k] = ce[k] - logits.log_softmax(0)[teacher.argmax()]
-                    kl[k] = kl[k] + (teacher.softmax(0) * (teacher.log_softmax(0) - logits.log_softmax(0))).sum()
+                    log_q, log_p = logits.log_softmax(0), teacher.log_softmax(0)
+                    ce[k] = ce[k] - log_q[teacher.argmax()]
+                    kl[k] = kl[k] + (log_p.exp() * (log_p - log_q)).sum()
     ce, kl, right = ([x[k] / max(count[k], 1) for k in range(K)] for x in (ce, kl, right))
     weight = [decay ** k / sum(decay ** j for j in range(K)) for k in range(K)]
     loss = sum(w * (ce_weight * c + kl_weight * l) for w, c, l in zip(weight, ce, kl))
-    model.zero_grad()
-    loss.backward()
-    grads = {name: torch.zeros_like(q) if q.grad is None else q.grad.clone() for name, q in model.named_parameters()}
+    names = [name for name, _ in model.named_parameters()]
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
     figures = [torch.tensor([v.item() if torch.is_tensor(v) else v for v in x], dtype=torch.float64)
                for x in (ce, kl, right, count, hits)]
-    return mtp.TTTOutput(loss.detach(), *figures, load), grads
+    return mtp.TTTOutput(loss.detach(), *figures, load), dict(zip(names, grads))
 
 
-# ---- The file itself -----------------------------------------------------------------------------------------
+# ---- The file itself ---------------------------------------------------------------------------------------
 
 def top_half():
     return (HERE / "mtp.py").read_text().split(CUT)[0]
@@ -241,13 +241,15 @@ def test_nothing_above_the_cut_uses_a_name_from_below():
                 elif isinstance(inner, (ast.Import, ast.ImportFrom)):
                     names |= {(alias.asname or alias.name).split(".")[0] for alias in inner.names}
                 elif isinstance(inner, (ast.Assign, ast.AnnAssign)):
-                    names |= {n.id for n in ast.walk(inner) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+                    names |= words(inner, ast.Store)
         return names
+
+    def words(tree, context):
+        return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
 
     above = ast.parse(top_half())
     below = defined(ast.parse((HERE / "mtp.py").read_text())) - defined(above)
-    used = {node.id for node in ast.walk(above) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    assert not below & used
+    assert not below & words(above, ast.Load)
 
 
 STRANGER = textwrap.dedent("""
@@ -257,7 +259,7 @@ STRANGER = textwrap.dedent("""
         asker = (globals or {}).get("__name__")
         if asker in ("mtp", "top"):
             root = name.split(".")[0]
-            assert level == 0 and (root == "torch" or root in sys.stdlib_module_names), f"mtp.py imports {name}"
+            assert level == 0 and (root == "torch" or root in sys.stdlib_module_names), name
         return real(name, globals, locals, fromlist, level)
     builtins.__import__ = guarded
     import mtp
@@ -265,8 +267,8 @@ STRANGER = textwrap.dedent("""
     sys.modules["top"] = top
     exec(compile(open("mtp.py").read().split(CUT)[0], "top", "exec"), top.__dict__)
     for module in (mtp, top):
-        cfg = module.MTPConfig(vocab_size=50, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-                               n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+        cfg = module.MTPConfig(vocab_size=50, hidden_size=16, num_attention_heads=2, num_key_value_heads=1,
+                               head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
         model = module.MTP(cfg)
         model.set_target(torch.randn(50, 16), torch.randn(50, 16))
         for backend in ("sdpa", "fa"):
@@ -285,15 +287,17 @@ def test_the_file_runs_alone_with_torch_and_the_standard_library(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["mtp.py"]
 
 
-# ---- Config --------------------------------------------------------------------------------------------------
+# ---- Config ------------------------------------------------------------------------------------------------
 
-GLM = dict(model_type="glm4_moe", vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
-           n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32, rope_theta=1e6,
-           partial_rotary_factor=0.5, use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5,
-           norm_topk_prob=True, n_group=1, topk_group=1, rms_norm_eps=1e-6)
-HY = dict(model_type="hy_v3", vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-          num_experts=8, num_experts_per_tok=2, num_shared_experts=1, expert_hidden_dim=32, router_scaling_factor=2.8,
-          rope_theta=11158840.0, qk_norm=True, route_norm=True)
+GLM = dict(
+    model_type="glm4_moe", vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+    n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32, rope_theta=1e6,
+    partial_rotary_factor=0.5, use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5,
+    norm_topk_prob=True, n_group=1, topk_group=1, rms_norm_eps=1e-6)
+HY = dict(
+    model_type="hy_v3", vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, num_experts=8, num_experts_per_tok=2, num_shared_experts=1, expert_hidden_dim=32,
+    router_scaling_factor=2.8, rope_theta=11158840.0, qk_norm=True, route_norm=True)
 
 
 def test_from_hf_glm4_moe():
@@ -312,7 +316,8 @@ def test_from_hf_hy_v3():
     cfg = mtp.MTPConfig.from_hf(other)
     assert cfg.moe_intermediate_size == 48 and cfg.use_qk_norm is False
     silent = {key: value for key, value in HY.items() if key not in ("qk_norm", "route_norm")}
-    for names, expected in ((None, True), (["model.layers.1.self_attn.q_norm.weight"], True), (["lm_head.weight"], False)):
+    with_norm, without = ["model.layers.1.self_attn.q_norm.weight"], ["lm_head.weight"]
+    for names, expected in ((None, True), (with_norm, True), (without, False)):
         with pytest.warns(UserWarning, match="does not say"):
             cfg = mtp.MTPConfig.from_hf(silent, names)
         assert cfg.use_qk_norm is expected and cfg.norm_topk_prob is True
@@ -350,7 +355,8 @@ def transformers_layer(family, **changes):
         layer, rotary = source.Glm4MoeDecoderLayer, source.Glm4MoeRotaryEmbedding
     else:
         from transformers.models.hy_v3 import modeling_hy_v3 as source
-        config = source.HYV3Config(**{**base, **dict(num_experts=8, mlp_layer_types=["dense", "sparse"]), **changes})
+        own = dict(num_experts=8, mlp_layer_types=["dense", "sparse"])
+        config = source.HYV3Config(**{**base, **own, **changes})
         layer, rotary = source.HYV3DecoderLayer, source.HYV3RotaryEmbedding
     config._attn_implementation = "eager"
     layer = layer(config, 1)
@@ -364,7 +370,8 @@ LAYERS = [
     ("glm4_moe", dict(use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5)),
     ("glm4_moe", dict(use_qk_norm=False, n_shared_experts=2, rope_parameters=dict(
         rope_type="default", rope_theta=5e5, partial_rotary_factor=0.25))),
-    ("glm4_moe", dict(use_qk_norm=True, n_group=4, topk_group=2, num_experts_per_tok=3, norm_topk_prob=False)),
+    ("glm4_moe", dict(use_qk_norm=True, n_group=4, topk_group=2, num_experts_per_tok=3,
+                      norm_topk_prob=False)),
     ("hy_v3", dict()),
 ]
 
@@ -382,13 +389,14 @@ def test_decoder_layer_is_transformers_layer(family, changes):
     causal = torch.full((T, T), -torch.inf).triu(1).expand(B, 1, T, T)
     z, seed = torch.randn(B, T, 64), torch.randn(B, T, 64)
     x = z.clone().requires_grad_()
-    expected = theirs(x, attention_mask=causal, position_ids=position_ids, position_embeddings=rotary(x, position_ids))
+    expected = theirs(x, attention_mask=causal, position_embeddings=rotary(x, position_ids))
     (expected * seed).sum().backward()
     grads = {name.replace("mlp.e_score", "mlp.gate.e_score"): p.grad for name, p in theirs.named_parameters()}
     for backend in ("sdpa", "fa"):
         ours.zero_grad()
         y = z.clone().requires_grad_()
-        out, _, _, chosen = ours(y, position_ids, [], [], mtp.Documents(None, B, T, "cpu"), mtp.BACKENDS[backend])
+        docs = mtp.Documents(None, B, T, "cpu")
+        out, _, _, chosen = ours(y, position_ids, [], [], docs, mtp.BACKENDS[backend])
         (out * seed).sum().backward()
         assert chosen.shape == (B, T, config.num_experts_per_tok)
         assert_near(out, expected, 1e-5)
@@ -410,13 +418,12 @@ def test_rope_is_transformers_rope_however_the_config_spells_it(family, changes)
     for spelled in (nested, flat):
         cfg = mtp.MTPConfig.from_hf(spelled)
         x = torch.zeros(1, 4, 2, cfg.head_dim)
-        x[..., :half] = 1.0  # turned by the angle, (1, 0) becomes (cos, sin); dims that RoPE leaves alone stay 0
-        turned = mtp.rope(x, position_ids, cfg)[:, :, 0]
-        assert torch.equal(turned[..., :half], cos[..., :half]) and torch.equal(turned[..., half:2 * half], sin[..., :half])
-        assert not turned[..., 2 * half:].any()
+        x[..., :half] = 1.0  # each pair (1, 0) becomes (cos, sin); dims that RoPE leaves alone stay 0
+        a, b, rest = mtp.rope(x, position_ids, cfg)[:, :, 0].split([half, half, cfg.head_dim - 2 * half], -1)
+        assert torch.equal(a, cos[..., :half]) and torch.equal(b, sin[..., :half]) and not rest.any()
 
 
-# ---- The draft's parameters and its target -------------------------------------------------------------------
+# ---- The draft's parameters and its target -----------------------------------------------------------------
 
 def test_state_dict_has_the_checkpoint_names():
     names = """enorm.weight hnorm.weight eh_proj.weight input_layernorm.weight post_attention_layernorm.weight
@@ -482,9 +489,11 @@ def test_wrong_input_is_named():
     for change, says in (
             (dict(input_ids=ids[0]), r"input_ids.*\(14,\)"),
             (dict(hidden_states=hidden[:, 1:]), r"hidden_states.*\(2, 13, 24\).*\(2, 14, 24\)"),
-            (dict(loss_mask=mask[:1]), r"loss_mask.*\(2, 14\)"), (dict(doc_ids=doc[:, 1:]), r"doc_ids.*\(2, 14\)"),
+            (dict(loss_mask=mask[:1]), r"loss_mask.*\(2, 14\)"),
+            (dict(doc_ids=doc[:, 1:]), r"doc_ids.*\(2, 14\)"),
             (dict(backend="flash"), "'flash'.*sdpa, fa, usp"), (dict(backend="fa", group=object()), "group"),
-            (dict(backend="usp"), "torchrun"), (dict(recycle="mid"), "'mid'"), (dict(ttt_length=0), "ttt_length 0")):
+            (dict(backend="usp"), "torchrun"), (dict(recycle="mid"), "'mid'"),
+            (dict(ttt_length=0), "ttt_length 0")):
         with pytest.raises(ValueError, match=says):
             mtp.ttt_loss(model, **{**dict(input_ids=ids, hidden_states=hidden), **change})
 
@@ -510,27 +519,26 @@ def test_router_keeps_fp32():
 
 def test_bias_moves_by_the_balancing_rule_alone():
     bias = torch.tensor([0.5, -0.25, 0.0, 1.0], dtype=torch.float64)
-    expected = bias + 0.1 * torch.tensor([-1.0, 1.0, 0.0, 0.0])  # loads 6, 0, 3, 3: mean 3
+    expected = bias + 0.1 * torch.tensor([-1.0, 1.0, 0.0, 0.0]).double()  # loads 6, 0, 3, 3: mean 3
     mtp.balance_experts(bias, torch.tensor([6, 0, 3, 3]), 0.1)
     torch.testing.assert_close(bias, expected - expected.mean(), **EXACT)
 
     model = toy_draft()
     before = model.mlp.gate.e_score_correction_bias.clone()
     run(model, *toy_batch(model))
-    gate = model.mlp.gate
-    assert torch.equal(gate.e_score_correction_bias, before) and not gate.e_score_correction_bias.requires_grad
-    gate.e_score_correction_bias.zero_()
-    gate.e_score_correction_bias[0] = 2.0  # every row chooses expert 0
+    bias = model.mlp.gate.e_score_correction_bias
+    assert torch.equal(bias, before) and not bias.requires_grad
+    bias.zero_()[0] = 2.0  # every row chooses expert 0
     ids, hidden, mask, doc = toy_batch(model, B=4, T=40)
     spread = []
     for _ in range(60):
         load = mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=2).expert_load
         spread.append(int(load.max() - load.min()))
-        mtp.balance_experts(gate.e_score_correction_bias, load, 0.05)
+        mtp.balance_experts(bias, load, 0.05)
     assert spread[-1] < 0.3 * spread[0], spread
 
 
-# ---- Experts -------------------------------------------------------------------------------------------------
+# ---- Experts -----------------------------------------------------------------------------------------------
 
 def toy_experts(dtype=torch.float64, N=19, C=16, E=5, A=2, width=8, unused=3):
     generator = torch.Generator().manual_seed(0)
@@ -570,19 +578,21 @@ def test_experts_equal_the_reference(name):
 def test_experts_bf16_err_at_most_twice_as_much_as_the_reference(name):
     function = mtp.ExpertsCPU.apply if name == "ExpertsCPU" else mtp.experts_grouped
     chosen, tensors, seed = toy_experts(torch.bfloat16, N=200, C=32, width=32)
-    exact = expert_results(mtp.experts_ref, chosen, [x.detach().double().requires_grad_() for x in tensors], seed)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    exact = expert_results(mtp.experts_ref, chosen, wide, seed)
     plain = expert_results(mtp.experts_ref, chosen, tensors, seed)
     for got, ref, truth in zip(expert_results(function, chosen, tensors, seed), plain, exact):
         assert (got.double() - truth).norm() <= 2 * (ref.double() - truth).norm()
 
 
-# ---- Attention -----------------------------------------------------------------------------------------------
+# ---- Attention ---------------------------------------------------------------------------------------------
 
 def toy_attention(steps=3, B=2, T=9, H=4, G=2, D=8, dtype=torch.float64, seed=0):
     """[q of the last step], [k_0, k_1, ..], [v_0, v_1, ..]."""
     generator = torch.Generator().manual_seed(seed)
     def draw(heads):
-        return torch.randn(B, T, heads, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        x = torch.randn(B, T, heads, D, generator=generator, dtype=torch.float64)
+        return x.to(dtype).requires_grad_()
     return draw(H), [draw(G) for _ in range(steps)], [draw(G) for _ in range(steps)]
 
 
@@ -635,9 +645,9 @@ def test_a_row_sees_exactly_its_keys(backend):
     out = attend(backend, q, ks, vs, mtp.Documents(DOCS, 2, 9, "cpu"))
     for b, rows in documents(DOCS):
         for t in rows:
-            seen = [grad.abs().sum((2, 3)) > 0 for grad in torch.autograd.grad(out[b, t].sum(), vs, retain_graph=True)]
-            assert seen[0].nonzero().tolist() == [[b, s] for s in rows if s <= t]
-            assert seen[1].nonzero().tolist() == seen[2].nonzero().tolist() == [[b, t]]
+            grads = torch.autograd.grad(out[b, t].sum(), vs, retain_graph=True)
+            seen = [(grad.abs().sum((2, 3)) > 0).nonzero().tolist() for grad in grads]
+            assert seen[0] == [[b, s] for s in rows if s <= t] and seen[1] == seen[2] == [[b, t]]
 
 
 @pytest.mark.parametrize("doc_ids", [None, DOCS[:1, 2:8]], ids=["whole", "packed"])
@@ -673,10 +683,11 @@ def test_merge_of_a_row_that_sees_nothing_in_block_0():
     assert all(x.isfinite().all() for x in [grads[0], *grads[1], *grads[2], *grads[3:]])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("D", [4, 16, 24])
 @pytest.mark.parametrize("doc_ids", [None, DOCS], ids=["whole", "packed"])
 def test_flex_block_equals_the_cpu_block(doc_ids, D):
-    """FlexAttention runs forward on a CPU; its head dim is padded with zeros to a power of two, at least 16."""
+    """FlexAttention runs forward on a CPU; the head dim is padded with zeros to a power of two from 16."""
     q, ks, vs = toy_attention(1, D=D)
     docs = mtp.Documents(doc_ids, 2, 9, "cpu")
     with torch.no_grad():
@@ -737,11 +748,13 @@ def test_fa_memory_is_linear_in_the_sequence():
     assert long - short < 512, f"{long - short} MiB more at T = 32k"
 
 
-# ---- The TTT loop --------------------------------------------------------------------------------------------
+# ---- The TTT loop ------------------------------------------------------------------------------------------
 
 SHAPES = [dict(vocab_size=5), dict(n_group=3, topk_group=2, num_key_value_heads=1, attention_bias=True),
-          dict(vocab_size=5, use_qk_norm=False, norm_topk_prob=False, n_shared_experts=0, partial_rotary_factor=1.0)]
-OPTIONS = [dict(), dict(recycle="pre", zero_first_embedding=True, ttt_length=4, ce_weight=0.3, kl_weight=1.4, decay=0.5)]
+          dict(vocab_size=5, use_qk_norm=False, norm_topk_prob=False, n_shared_experts=0,
+               partial_rotary_factor=1.0)]
+OPTIONS = [dict(), dict(recycle="pre", zero_first_embedding=True, ttt_length=4, ce_weight=0.3, kl_weight=1.4,
+                        decay=0.5)]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "fa"])
@@ -758,7 +771,7 @@ def test_ttt_loss_equals_the_row_by_row_reference(case, backend):
 @pytest.mark.parametrize("backend", ["sdpa", "fa"])
 @pytest.mark.parametrize("recycle, zero_first", [("post", False), ("pre", True)])
 def test_training_computes_what_serving_computes(backend, recycle, zero_first, monkeypatch):
-    """Every row: verify the prefix token by token, then draft from it with a growing cache. Equals the TTT pass."""
+    """Each row: verify its prefix token by token, then draft with a growing cache. Equals the TTT pass."""
     model, K, spy = toy_draft(), 4, Spy(monkeypatch)
     ids, hidden, mask, doc = toy_batch(model)
     mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=K, backend=backend, recycle=recycle,
@@ -800,13 +813,14 @@ def test_decoding_in_pieces_equals_decoding_at_once():
 
 @pytest.mark.parametrize("reads", ["embedding", "hidden"])
 def test_a_toy_that_knows_the_answer_is_always_right(reads):
-    """Text x[t+1] = pi(x[t]), target h[t] = onehot(x[t+1]), no attention, no experts. A draft that maps its embedding by
-    pi is right only if x[t+1+k] is embedded and x[t+2+k] asked for; one that maps its hidden state by pi is right only
-    if step k is fed with step k-1's output and not with h again."""
+    """Text x[t+1] = pi(x[t]), target h[t] = onehot(x[t+1]), no attention, no experts. A draft that maps its
+    embedding by pi is right only if x[t+1+k] is embedded and x[t+2+k] asked for; one that maps its hidden
+    state by pi is right only if step k is fed with step k-1's output and not with h again."""
     C = 12
     model = mtp.MTP(toy_config(vocab_size=C, hidden_size=C)).double()
     eye, pi = torch.eye(C, dtype=torch.float64), torch.randperm(C, generator=torch.Generator().manual_seed(0))
-    for p in (model.self_attn.o_proj.weight, model.mlp.experts.down_proj, model.mlp.shared_experts.down_proj.weight):
+    mlp = model.mlp
+    for p in (model.self_attn.o_proj.weight, mlp.experts.down_proj, mlp.shared_experts.down_proj.weight):
         p.data.zero_()
     half = slice(0, C) if reads == "embedding" else slice(C, 2 * C)
     model.eh_proj.weight.data.zero_()[:, half] = eye[pi].T  # column i is onehot(pi[i])
@@ -817,7 +831,8 @@ def test_a_toy_that_knows_the_answer_is_always_right(reads):
     ids = torch.tensor([ids])
     hidden = eye[torch.cat([ids[:, 1:], pi[ids[:, -1:]]], 1)] * C ** 0.5
     out = mtp.ttt_loss(model, ids, hidden, ttt_length=4)
-    assert out.acc.tolist() == [1.0] * 4 and out.prefix_hits.tolist() == out.count.tolist() == [18, 17, 16, 15]
+    assert out.acc.tolist() == [1.0] * 4
+    assert out.prefix_hits.tolist() == out.count.tolist() == [18, 17, 16, 15]
     assert out.kl.abs().max() < 1e-6
     if reads == "embedding":  # a target one row late
         assert mtp.ttt_loss(model, ids, hidden.roll(1, 1), ttt_length=4).acc.max() < 1.0
@@ -830,8 +845,8 @@ def test_fusion_is_embedding_first_then_hidden():
     model.input_layernorm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     model(e, h, torch.arange(3)[None], [], [], mtp.Documents(None, 1, 3, "cpu"))
     left, right = model.eh_proj.weight.split(24, dim=1)
-    expected = naive_norm(e, model.enorm.weight, 1e-5) @ left.T + naive_norm(h, model.hnorm.weight, 1e-5) @ right.T
-    torch.testing.assert_close(seen[0], expected, **EXACT)
+    e, h = naive_norm(e, model.enorm.weight, 1e-5), naive_norm(h, model.hnorm.weight, 1e-5)
+    torch.testing.assert_close(seen[0], e @ left.T + h @ right.T, **EXACT)
 
 
 @pytest.mark.parametrize("recycle", ["post", "pre"])
@@ -859,10 +874,11 @@ def test_one_unmasked_token_trains_exactly_its_rows(m, monkeypatch):
     mask = torch.zeros(1, 14).index_fill(1, torch.tensor([m]), 1)
     out, _ = run(model, ids, hidden, mask, ttt_length=3)
     assert out.count.tolist() == [1, 1 if m > 2 else 0, 1 if m > 3 else 0]
-    own = spy.real.apply(model.lm_head_weight, F.pad(hidden, (0, 0, 0, 3)), spy.valid,
-                         torch.ones(3, dtype=torch.float64), 1.0, 1.0, *(n.detach().requires_grad_() for n in spy.ns))
-    for k, grad in enumerate(torch.autograd.grad(own[0], own[0].grad_fn.next_functions and [
-            f[0].variable for f in own[0].grad_fn.next_functions if f[0] is not None])):
+    ns = [n.detach().requires_grad_() for n in spy.ns]
+    one = torch.ones(3, dtype=torch.float64)
+    loss, _ = spy.real.apply(
+        model.lm_head_weight, F.pad(hidden, (0, 0, 0, 3)), spy.valid, one, 1.0, 1.0, *ns)
+    for k, grad in enumerate(torch.autograd.grad(loss, ns)):
         rows = (grad.abs().sum(-1) > 0).nonzero().tolist()
         assert rows == ([[0, m - 2 - k]] if m - 2 - k >= 0 else [])
 
@@ -891,7 +907,7 @@ def test_causality(backend, monkeypatch):
 
 
 def test_packed_documents_do_not_leak(monkeypatch):
-    """[A|B] equals A and B apart: every row of every step, loss and gradients; an edit in B never reaches A."""
+    """[A|B] equals A and B apart: each row of each step, loss and gradients; an edit in B never reaches A."""
     model, K, spy = toy_draft(), 3, Spy(monkeypatch)
     ids, hidden, mask, _ = toy_batch(model, B=1, T=15)
     doc, split = torch.tensor([[5] * 6 + [5 - 2] * 9]), 6
@@ -923,7 +939,7 @@ def no_load(result):
     return result[0]._replace(expert_load=result[0].count), result[1]
 
 
-# ---- Documents and counts ------------------------------------------------------------------------------------
+# ---- Documents and counts ----------------------------------------------------------------------------------
 
 def test_documents_are_maximal_runs():
     docs = mtp.Documents(torch.tensor([[3, 3, 5, 3, -1, -2, 3, 3]]), 1, 8, "cpu")
@@ -957,7 +973,8 @@ def test_any_split_of_a_batch_gives_the_same_gradients(split):
     mask[1] = False  # a micro-batch in which nothing counts
     doc = doc.clamp(min=-1)
     whole, expected = run(model, ids, hidden, mask, doc)
-    counts = sum(mtp.valid_counts(m, d, 3, batch=len(m), length=12) for m, d in zip(mask.split(split), doc.split(split)))
+    counts = sum(mtp.valid_counts(m, d, 3, batch=len(m), length=12)
+                 for m, d in zip(mask.split(split), doc.split(split)))
     assert counts.tolist() == whole.count.tolist()
     model.zero_grad()
     loss = 0.0
@@ -1007,7 +1024,7 @@ def test_two_runs_are_bitwise_equal():
         assert_same(run(model, *batch, backend=backend), run(model, *batch, backend=backend), rtol=0, atol=0)
 
 
-# ---- The chunked loss ----------------------------------------------------------------------------------------
+# ---- The chunked loss --------------------------------------------------------------------------------------
 
 def naive_loss(lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
     """The loss with whole logits and autograd."""
@@ -1017,7 +1034,7 @@ def naive_loss(lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
         T = n.shape[1]
         teacher = F.linear(hidden[:, k + 1:k + 1 + T].to(lm_head.dtype), lm_head)
         log_p, log_q = (x.to(wide).log_softmax(-1) for x in (teacher, F.linear(n.to(lm_head.dtype), lm_head)))
-        ce = F.cross_entropy(log_q.flatten(0, 1), teacher.argmax(-1).flatten(), reduction="none").view(valid[k].shape)
+        ce = -log_q.gather(-1, teacher.argmax(-1, keepdim=True))[..., 0]
         kl = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
         total = total + coeff[k].to(wide) * (valid[k] * (ce_weight * ce + kl_weight * kl)).sum()
     return total
@@ -1045,7 +1062,8 @@ def test_chunked_loss_equals_autograd_over_whole_logits(rows, monkeypatch):
     case = loss_case()
     (loss, sums), expected = mtp.ChunkedLoss.apply(*case), naive_loss(*case)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    for got, want in zip(torch.autograd.grad(3 * loss, case[6:]), torch.autograd.grad(3 * expected, case[6:])):
+    grads = (torch.autograd.grad(3 * x, case[6:]) for x in (loss, expected))
+    for got, want in zip(*grads):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     with torch.no_grad():
         assert torch.equal(mtp.ChunkedLoss.apply(*case)[1], sums)
@@ -1102,7 +1120,7 @@ def test_low_precision_runs_are_close_to_float64():
 
 @pytest.mark.parametrize("V", [151936, 248320])
 def test_large_vocabularies(V):
-    """fp32 against float64: careless sums over so many logits err by 1e-4. Gradients are a matmul over V in both."""
+    """fp32 against float64: careless sums over so many logits err by 1e-4. Gradients are a matmul over V."""
     case = loss_case(torch.float32, B=1, T=6, C=8, V=V)
     exact = in_float64(case)
     truth, plain, ours = naive_loss(*exact), naive_loss(*case), mtp.ChunkedLoss.apply(*case)[0]
@@ -1112,11 +1130,12 @@ def test_large_vocabularies(V):
         assert (got - want).norm() <= 2 * (ref - want).norm()
 
 
-def saved_bytes(T, V, rows=None):
+def saved_bytes(T, V):
     """Bytes kept for backward by a whole loss: every distinct storage that is no parameter, once."""
     torch.manual_seed(0)
-    model = mtp.MTP(mtp.MTPConfig(vocab_size=V, hidden_size=256, num_attention_heads=8, num_key_value_heads=2,
-                                  head_dim=32, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128))
+    model = mtp.MTP(mtp.MTPConfig(
+        vocab_size=V, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128))
     model.set_target(torch.randn(V, 256), torch.randn(V, 256))
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -1128,7 +1147,8 @@ def saved_bytes(T, V, rows=None):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = mtp.ttt_loss(model, torch.randint(V, (1, T)), torch.randn(1, T, 256), ttt_length=4, backend="fa")
+        ids, hidden = torch.randint(V, (1, T)), torch.randn(1, T, 256)
+        out = mtp.ttt_loss(model, ids, hidden, ttt_length=4, backend="fa")
     assert out.loss.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -1142,11 +1162,11 @@ def test_bytes_saved_for_backward(monkeypatch):
     assert saved_bytes(256, 8192) == base
 
 
-# ---- Several ranks -------------------------------------------------------------------------------------------
+# ---- Several ranks -----------------------------------------------------------------------------------------
 
 USP = [  # changes of the config, of the batch, options; T is no multiple of 4 in any of them
     (dict(), dict(T=14), dict()),
-    (dict(num_key_value_heads=1, attention_bias=True), dict(T=10, packed=False),  # halo of 4 rows, shards of 3
+    (dict(num_key_value_heads=1, attention_bias=True), dict(T=10, packed=False),  # halo 4, shards of 3
      dict(recycle="pre", zero_first_embedding=True, ttt_length=4)),
     (dict(num_key_value_heads=4, rope_theta=5e6), dict(T=61, B=1), dict(ttt_length=2)),
     (dict(rope_theta=1e6), dict(T=50, packed=False), dict(mask_first=11)),  # most ranks have no valid row
