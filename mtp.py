@@ -542,6 +542,15 @@ class DecoderLayer(nn.Module):
         y, chosen = y if isinstance(y, tuple) else (y, None)
         return u + y, past_k, past_v, chosen
 
+@torch.no_grad()
+def init_weights(module, std, generator=None):
+    """From scratch: norms 1, matrices normal(0, std), biases 0."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.dim() > 1:
+            tensor.normal_(0.0, std, generator=generator)
+        else:
+            tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
 class MTP(DecoderLayer):
     """The draft: fusion of token embedding and hidden state, one decoder layer, final norm. Embedding and
     lm_head are the target's: `set_target` keeps references outside parameters(), state_dict() and .to()."""
@@ -552,16 +561,7 @@ class MTP(DecoderLayer):
         self.enorm, self.hnorm = nn.RMSNorm(C, eps=eps), nn.RMSNorm(C, eps=eps)
         self.eh_proj = nn.Linear(2 * C, C, bias=False)
         self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(C, eps=eps)})
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self, generator=None):
-        """From scratch: norms 1, matrices normal(0, initializer_range), biases 0."""
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            if tensor.dim() > 1:
-                tensor.normal_(0.0, self.config.initializer_range, generator=generator)
-            else:
-                tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        init_weights(self, config.initializer_range)
 
     def set_target(self, embed_weight, lm_head_weight):
         """The target's embedding and lm_head, both (V, C), any float dtype, on this device. Not copied."""
@@ -630,7 +630,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
         """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
-        Returns loss and, without gradient, sums over counted rows [4, K]: CE, KL, right, prefix hits."""
+        Returns loss and, without gradient, sums [4, K] over counted rows: CE, KL, right, prefix hits; hits."""
         T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
         size = min(max(1, LOGITS_HELD.get(lm_head.device.type, 2 ** 25) // V), hidden.shape[1])
         scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
@@ -657,11 +657,12 @@ class ChunkedLoss(torch.autograd.Function):
         ctx.save_for_backward(*grads)
         sums = torch.stack([x.double().where(valid, 0).sum((1, 2)) for x in (ce, kl, hit, hit.cumprod(0))])
         loss = ((ce_weight * sums[0] + kl_weight * sums[1]) * coeff).sum().to(fp32(ns[0].dtype))
-        ctx.mark_non_differentiable(sums)
-        return loss, sums
+        hits = hit.bool() & valid
+        ctx.mark_non_differentiable(sums, hits)
+        return loss, sums, hits
 
     @staticmethod
-    def backward(ctx, dloss, _):
+    def backward(ctx, dloss, *_):
         return *[None] * 6, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
 
 class TTTOutput(NamedTuple):
@@ -673,6 +674,7 @@ class TTTOutput(NamedTuple):
     count: torch.Tensor        # counted rows
     prefix_hits: torch.Tensor  # counted rows right in steps 0..k; accept_len = 1 + sum_k prefix_hits / count
     expert_load: torch.Tensor  # [E] rows sent to each expert in all steps, without padding and foreign tokens
+    hits: torch.Tensor         # (K, B, T) bool: the row counts and its argmax is the teacher's
 
 def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa",
              group=None, ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False,
@@ -711,12 +713,15 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     weight = decay ** torch.arange(K, dtype=torch.float64, device=ids.device)
     divisor = count if counts is None else counts.to(count.device)
     coeff, own = weight / weight.sum() / divisor.clamp(min=1), valid[:, :, lo:hi]
-    loss, sums = ChunkedLoss.apply(model.lm_head_weight, hidden, own, coeff, ce_weight, kl_weight, *ns)
+    loss, sums, hits = ChunkedLoss.apply(model.lm_head_weight, hidden, own, coeff, ce_weight, kl_weight, *ns)
     if P > 1:
         dist.all_reduce(sums, group=group)
         dist.all_reduce(load, group=group)
+        shards = [torch.empty_like(hits, dtype=torch.uint8) for _ in range(P)]
+        dist.all_gather(shards, hits.to(torch.uint8), group=group)
+        hits = torch.cat(shards, dim=2).bool()
     ce, kl, acc = sums[:3] / count.clamp(min=1)
-    return TTTOutput(loss, ce, kl, acc, count, sums[3].round().long(), load)
+    return TTTOutput(loss, ce, kl, acc, count, sums[3].round().long(), load, hits[:, :, :T])
 
 def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle):
     require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
@@ -738,3 +743,1095 @@ def expert_load(chosen, counted, n_experts):
     return load.scatter_add_(0, chosen.flatten(), counted[..., None].expand(chosen.shape).flatten().long())
 
 # ---- Everything above needs only torch and may be copied as is. Below: checkpoints, data, training. --------
+
+import argparse
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from bisect import bisect_left, insort
+from dataclasses import asdict, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+# ---- Checkpoint layouts and initialisation -----------------------------------------------------------------
+
+# The draft's own names are glm4_moe's. What other families call the same tensors of their layer N:
+LAYOUTS = {
+    "glm4_moe": {},
+    "hy_v3": {"shared_head.norm.": "final_layernorm.", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+              "mlp.gate.weight": "mlp.router.gate.weight", "mlp.shared_experts.": "mlp.shared_mlp."},
+}
+DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without an MTP layer; convert.py writes them as MoE models
+
+def native_views(state, family, prefix):
+    """(checkpoint name, view into the state_dict) of each tensor, experts unfused: copying into the views
+    reads a checkpoint, copying out of them writes one."""
+    for name, tensor in state.items():
+        stem, experts, kind = name.partition("mlp.experts.")
+        if experts:
+            for e, matrix in enumerate(tensor):
+                parts = zip(("gate", "up"), matrix.chunk(2)) if kind == "gate_up_proj" else [("down", matrix)]
+                yield from ((f"{prefix}{stem}mlp.experts.{e}.{part}_proj.weight", x) for part, x in parts)
+            continue
+        for ours, theirs in LAYOUTS[family].items():
+            name = name.replace(ours, theirs)
+        yield prefix + name, tensor
+
+class Checkpoint:
+    """Tensors of a Hugging Face directory, read one at a time, from safetensors only. float8 and int8 weights
+    with weight_scale_inv (blocks) or weight_scale (rows or scalar) come de-quantised, as fp32."""
+    def __init__(self, path):
+        self.path, index = Path(path), Path(path) / "model.safetensors.index.json"
+        single = self.path / "model.safetensors"
+        if not index.exists() and not single.exists():
+            raise FileNotFoundError(f"{path} has neither {single.name} nor {index.name}; only safetensors "
+                                    "checkpoints are read")
+        self.config = json.loads((self.path / "config.json").read_text())
+        self.files = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(
+            self._open(single.name).keys(), single.name)
+
+    def _open(self, file):
+        from safetensors import safe_open
+        return safe_open(self.path / file, "pt")
+
+    def read(self, name):
+        raw = lambda name: self._open(self.files[name]).get_tensor(name)  # noqa: E731
+        tensor, stem = raw(name), name.removesuffix("weight")
+        scales = [other for other in self.files if other.startswith(stem) and "scale" in other[len(stem):]]
+        if tensor.dtype.itemsize > 1 and not scales:
+            return tensor
+        known = scales in ([stem + "weight_scale_inv"], [stem + "weight_scale"])
+        require(known and tensor.dtype in (torch.float8_e4m3fn, torch.int8), f"{name} is {tensor.dtype} with "
+                f"scales {scales or 'none'}: only float8_e4m3fn or int8 with weight_scale_inv (blocks) or "
+                "weight_scale (rows, scalar) can be de-quantised")
+        scale = raw(scales[0]).float()
+        if scales[0].endswith("_inv"):
+            block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (1, 1)
+            fitting = [-(-size // b) for size, b in zip(tensor.shape, block)]
+            require(list(scale.shape) == fitting, f"{scales[0]} is {tuple(scale.shape)}, but blocks of "
+                    f"{tuple(block)} (weight_block_size) in {tuple(tensor.shape)} make {tuple(fitting)}")
+            for dim in (0, 1):  # the last block of each side may be ragged
+                scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, tensor.shape[dim])
+        return tensor.float() * (scale[:, None] if scale.dim() == 1 and len(scale) > 1 else scale)
+
+def mtp_prefix(checkpoint):
+    """'model.layers.N.' if the checkpoint holds an MTP layer there, else None."""
+    N = checkpoint.config["num_hidden_layers"]
+    if any(name.startswith(f"model.layers.{N + 1}.") for name in checkpoint.files):
+        warnings.warn(f"{checkpoint.path} has more than one MTP layer; the first, layer {N}, is used")
+    return f"model.layers.{N}." if any(n.startswith(f"model.layers.{N}.") for n in checkpoint.files) else None
+
+@torch.no_grad()
+def warm_start(model, checkpoint, prefix):
+    """Copy the target's own MTP layer into `model`; a ValueError lists all that is missing or misshapen."""
+    wrong = []
+    for name, view in native_views(model.state_dict(), checkpoint.config["model_type"], prefix):
+        tensor = checkpoint.read(name) if name in checkpoint.files else None
+        if tensor is None:
+            wrong.append(f"{name} is missing")
+        elif tensor.shape != view.shape:
+            wrong.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(view.shape)}")
+        elif not tensor.isfinite().all():
+            wrong.append(f"{name} holds nan or inf")
+        else:
+            view.copy_(tensor)
+    shown = "\n  ".join(wrong[:20] + [f"and {len(wrong) - 20} more"] * (len(wrong) > 20))
+    require(not wrong, f"the MTP layer {prefix}* of {checkpoint.path} cannot be used:\n  {shown}\n"
+            "--init scratch trains a new one instead")
+
+def save_draft(path, model, meta):
+    """A draft directory: model.safetensors (state_dict) and config.json (MTPConfig's fields and `meta`)."""
+    from safetensors.torch import save_file
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    with atomic(path / "model.safetensors") as aside:
+        save_file({name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}, aside,
+                  metadata={"format": "pt"})
+    with atomic(path / "config.json") as aside:
+        aside.write_text(json.dumps({**asdict(model.config), **meta, "format": 1}, indent=2) + "\n")
+
+def load_draft(path):
+    """(MTP model, config.json's dict) of a draft directory; ValueError if it is not one of ours, complete."""
+    from safetensors.torch import load_file
+    path = Path(path)
+    for name in ("config.json", "model.safetensors"):
+        if not (path / name).exists():
+            raise FileNotFoundError(f"{path} has no {name}: expected a draft directory, written by training")
+    meta, state = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    names = [f.name for f in fields(MTPConfig)]
+    require(meta.get("format") == 1 and meta.keys() >= set(names),
+            f"{path}/config.json is not a draft's (format {meta.get('format')!r}, expected 1)")
+    model = MTP(MTPConfig(**{name: meta[name] for name in names}))
+    shapes = {name: x.shape for name, x in state.items()}
+    wrong = [name for name, x in model.state_dict().items() if shapes.pop(name, None) != x.shape]
+    require(not wrong and not shapes, f"{path}/model.safetensors does not fit its config.json: "
+            f"{', '.join([*wrong, *shapes][:9])}")
+    model.to(state["eh_proj.weight"].dtype).load_state_dict(state)
+    return model, meta
+
+def dense_draft_config(config, names, sizes):
+    """MTPConfig of a draft for a dense target (config.json's dict, tensor names). Shared experts as wide as
+    the dense MLP: convert.py makes the target's last MLP one, and engines know a single width."""
+    family, width = config["model_type"], config["intermediate_size"]
+    sliding = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
+    require(not sliding and "sliding_attention" not in (config.get("layer_types") or []), f"the {family} "
+            f"target has sliding-window attention ({sliding}), which neither draft nor serving layout has")
+    require(not any(name.endswith("o_proj.bias") for name in names), "the target has o_proj biases, which no "
+            "serving layout of a draft has")
+    F, shared = sizes["moe_intermediate_size"], sizes["n_shared_experts"]
+    if not shared:
+        shared = max(1, width // F) if F else next(n for n in (4, 2, 1) if width % (32 * n) == 0 or n == 1)
+    F = F or width // shared
+    require(shared * F == width, f"--n-shared-experts {shared} times --moe-intermediate-size {F} must be the "
+            f"dense target's intermediate_size {width}")
+    config = {"num_key_value_heads": config["num_attention_heads"], "rms_norm_eps": 1e-6, **config} | dict(
+        model_type="glm4_moe", partial_rotary_factor=1.0, n_shared_experts=shared, moe_intermediate_size=F,
+        n_routed_experts=sizes["n_routed_experts"] or 8,
+        num_experts_per_tok=sizes["num_experts_per_tok"] or 2,
+        use_qk_norm=any(name.endswith("q_norm.weight") for name in names),
+        attention_bias=any(name.endswith("q_proj.bias") for name in names))
+    return replace(MTPConfig.from_hf(config), model_type=family)
+
+# ---- Targets and data --------------------------------------------------------------------------------------
+
+class Sample(NamedTuple):
+    name: str                # file, and line where it has lines: what an error names
+    input_ids: torch.Tensor  # (L,) int64
+    loss_mask: torch.Tensor  # (L,) bool: tokens to learn
+
+class Target:
+    """A frozen Hugging Face causal LM: gives hidden states, embedding and lm_head, and verifies drafts."""
+    def __init__(self, cfg, path, device):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # it lists an MTP layer as unexpected; what is missing is refused below
+        self.path, self.device = find_target(path), device
+        self.checkpoint = Checkpoint(self.path)
+        self.config, self.sha256 = self.checkpoint.config, sha256(self.path / "config.json")
+        sizes, family = {name: getattr(cfg, name, None) for name in SIZES}, self.config.get("model_type")
+        require(family in DENSE or not any(sizes.values()), f"{', '.join(SIZES)} are for dense targets "
+                f"({', '.join(DENSE)}); the draft of a {family} target has the target's own")
+        self.draft_config = (dense_draft_config(self.config, self.checkpoint.files, sizes) if family in DENSE
+                             else MTPConfig.from_hf(self.config, self.checkpoint.files))
+        options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+        self.model, info = AutoModelForCausalLM.from_pretrained(
+            self.path, dtype=cfg.dtype, device_map=cfg.target_device_map, use_safetensors=True,
+            output_loading_info=True, **options)
+        lost = sorted(info["missing_keys"])
+        require(not lost, f"{self.path} lacks weights of the target: {', '.join(lost[:5])}"
+                + f" and {len(lost) - 5} more" * (len(lost) > 5))
+        self.model.eval().requires_grad_(False)
+        if cfg.target_device_map is None:
+            self.model.to(device)
+        names = inspect.signature(self.model.base_model.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.2x
+        self.embed = self.model.get_input_embeddings().weight.detach().to(device)
+        self.lm_head = self.model.get_output_embeddings().weight.detach().to(device)
+
+    @torch.no_grad()
+    def states(self, samples, budget=16384):
+        """Last hidden states after the final norm, [(L, C)], each sample seen on its own."""
+        found = [None] * len(samples)
+        order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
+        while order:
+            longest = len(samples[order[-1]].input_ids)
+            order, batch = order[:-max(1, budget // longest)], order[-max(1, budget // longest):]
+            ids = torch.zeros(len(batch), longest, dtype=torch.long)
+            for row, i in zip(ids, batch):  # padding on the right: no real row of a causal model sees it
+                row[:len(samples[i].input_ids)] = samples[i].input_ids
+            hidden = self.model.base_model(ids.to(self.model.device), use_cache=False).last_hidden_state
+            for row, i in zip(hidden.to(self.device), batch):
+                found[i] = row[:len(samples[i].input_ids)]
+        return found
+
+def sha256(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+def find_target(path):
+    """Directory of a target; what is none is taken as a hub id and looked up (and downloaded if need be)."""
+    if not os.path.isdir(path):
+        from huggingface_hub import snapshot_download
+        try:
+            path = snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+        except Exception as error:  # the hub's client raises many kinds
+            raise FileNotFoundError(f"target {str(path)!r} is no directory and no hub id that can be had: "
+                                    f"{str(error).splitlines()[0]}") from None
+    if not (Path(path) / "config.json").exists():
+        raise FileNotFoundError(f"target {path} has no config.json: a Hugging Face checkpoint is expected")
+    return Path(path)
+
+DEMO = MTPConfig(vocab_size=4096, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+                 n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
+                 partial_rotary_factor=0.5, max_position_embeddings=4096)
+
+class DemoTarget(nn.Module):
+    """A small glm4_moe language model of this file's own layers: the first one dense, the others MoE."""
+    n_layers, dense_width, steps, batch, length = 3, 512, 400, 8, 128
+    def __init__(self, config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i == 0 and self.dense_width)
+                                    for i in range(self.n_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids):
+        """input_ids (B, T) -> logits (B, T, V), [chosen experts (B, T, A) of each MoE layer]."""
+        docs = Documents(None, *input_ids.shape, input_ids.device)
+        x, routes = self.embed_tokens(input_ids), []
+        for layer in self.layers:
+            x, _, _, chosen = layer(x, docs.position_ids, [], [], docs, attend_fa)
+            routes.append(chosen)
+        return self.lm_head(self.norm(x)), routes[1:]
+
+def stdlib_files(every=1):
+    """(training, held-out) files of Python's standard library, text every machine has; each 20th held out."""
+    import sysconfig
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
+    files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
+    return [f for i, f in enumerate(files) if i % 20][::every], files[::20][::every]
+
+def build_demo_target(path):
+    """Train the demo's tokenizer and language model on the standard library; save a HF checkpoint."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tqdm import tqdm
+    from transformers import PreTrainedTokenizerFast
+    say(f"first run: builds the demo target from Python's standard library, about 90 s -> {path}")
+    texts, length = [file.read_text(errors="replace") for file in stdlib_files()[0]], DemoTarget.length
+    bpe, end = ByteLevelBPETokenizer(), "<|endoftext|>"
+    bpe.train_from_iterator(texts, vocab_size=DEMO.vocab_size, special_tokens=[end], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=end)
+    ids = [i for row in tokenizer(texts)["input_ids"] for i in [*row, tokenizer.eos_token_id]]
+    ids = torch.tensor(ids[:len(ids) // length * length]).view(-1, length)
+
+    generator, model, steps = torch.Generator().manual_seed(0), DemoTarget(DEMO), DemoTarget.steps
+    init_weights(model, DEMO.initializer_range, generator)
+    adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    bar = tqdm(range(steps), desc="demo target", unit="step", mininterval=1)
+    for step in bar:
+        rows = ids[torch.randint(len(ids), (DemoTarget.batch,), generator=generator)]
+        logits, routes = model(rows)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.param_groups[0]["lr"] = 4e-3 * min((step + 1) / 30, 1.0, 0.02 + 2 * (1 - step / steps))
+        adam.step()
+        for layer, chosen in zip(model.layers[1:], routes):
+            load = chosen.flatten().bincount(minlength=DEMO.n_routed_experts)
+            balance_experts(layer.mlp.gate.e_score_correction_bias, load, 0.01)
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    save_demo_target(path, model, tokenizer)
+
+def save_demo_target(path, model, tokenizer):
+    from safetensors.torch import save_file
+    state = {name if name.startswith("lm_head") else f"model.{name}": tensor.detach().clone()
+             for name, tensor in native_views(model.state_dict(), "glm4_moe", "")}
+    config = {**asdict(DEMO), "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32",
+              "hidden_act": "silu",
+              "intermediate_size": model.dense_width, "num_hidden_layers": model.n_layers,
+              "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+              "eos_token_id": tokenizer.eos_token_id}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as aside:
+        aside.mkdir()
+        tokenizer.save_pretrained(aside)
+        save_file(state, aside / "model.safetensors", metadata={"format": "pt"})
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+def encode_messages(messages, tokenizer):
+    """(input_ids, loss_mask) of a conversation, loss on assistant tokens only: by the chat template's
+    generation markers where it has them, else by rendering prefixes; ValueError if those do not match."""
+    template = tokenizer.get_chat_template()
+    if "{% generation" in template or "{%- generation" in template:
+        out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return out["input_ids"], out["assistant_masks"]
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    text, spans = render(messages), []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(messages[:i], add_generation_prompt=True), render(messages[:i + 1])
+            require(text.startswith(after) and after.startswith(before), f"the chat template renders message "
+                    f"{i} differently once others follow, so assistant tokens cannot be told apart; use a "
+                    "template with {% generation %} markers")
+            spans.append((len(before), len(after)))
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return out["input_ids"], [any(i < b and j > a for a, b in spans) for i, j in out["offset_mapping"]]
+
+def read_documents(path, tokenizer):
+    """Yield (name, input_ids, loss_mask) of a .txt (one document) or .jsonl file (one a line); for a line
+    that cannot be read (name, None, reason)."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"data file {path} does not exist")
+    if not str(path).endswith(".jsonl"):
+        ids = tokenizer(Path(path).read_text(errors="replace"))["input_ids"]
+        yield str(path), ids, [True] * len(ids)
+        return
+    for number, line in enumerate(open(path, encoding="utf-8", errors="replace"), 1):
+        try:
+            row = json.loads(line)
+            if "messages" in row:
+                messages = [{**message, "role": message["role"]} for message in row["messages"]]
+                found = encode_messages(messages, tokenizer)
+            else:
+                ids = tokenizer("" + row["text"])["input_ids"]
+                found = ids, [True] * len(ids)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            found = None, f"neither text nor messages: {type(error).__name__} {error}"
+        yield f"{path}:{number}", *found
+
+def read_samples(paths, tokenizer, seq_len, shortest):
+    """[Sample] of at most seq_len tokens; longer documents are cut. What is unusable is counted and named."""
+    from tqdm import tqdm
+    samples, skipped = [], []
+    for path in tqdm(paths, desc="reading", unit="file", leave=False, delay=2):
+        for name, ids, mask in read_documents(path, tokenizer):
+            pieces = [] if ids is None else zip(torch.tensor(ids, dtype=torch.long).split(seq_len),
+                                                torch.tensor(mask, dtype=torch.bool).split(seq_len))
+            kept = [Sample(name, i, m) for i, m in pieces if len(i) >= shortest and m[2:].any()]
+            samples += kept
+            if not kept:
+                reason = mask if ids is None else f"under {shortest} tokens, or none to learn"
+                skipped.append(f"{name} ({reason})")
+    if skipped:
+        say(f"{len(skipped)} documents skipped: {'; '.join(skipped[:3])}{'; ..' if len(skipped) > 3 else ''}")
+    require(samples, f"no usable document in {len(paths)} data files: each needs {shortest} tokens or more")
+    return samples
+
+def pack(samples, seq_len):
+    """Rows (lists of samples) of at most seq_len tokens: best fit, in the order given; no sample is cut."""
+    rows, room = [], []  # room: sorted (tokens left, row)
+    for sample in samples:
+        at = bisect_left(room, (len(sample.input_ids),))
+        if at == len(room):
+            room.append((seq_len, len(rows)))
+            rows.append([])
+        left, row = room.pop(at)
+        rows[row].append(sample)
+        insort(room, (left - len(sample.input_ids), row))
+    return rows
+
+@lru_cache(maxsize=2)
+def shuffled(n, seed, epoch):
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+
+def make_batch(rows, length, target, device):
+    """(input_ids, hidden_states, loss_mask, doc_ids) of packed rows, each (B, length, ...), doc_ids None if
+    each row is one full document; and the names of samples whose hidden states are not finite."""
+    ids, bad = torch.zeros(len(rows), length, dtype=torch.long), []
+    mask, docs = torch.zeros_like(ids, dtype=torch.bool), torch.full_like(ids, -1)
+    states = iter(target.states([sample for row in rows for sample in row]))
+    hidden = target.lm_head.new_zeros(len(rows), length, target.lm_head.shape[1])
+    for b, row in enumerate(rows):
+        start = 0
+        for d, sample in enumerate(row):
+            here = slice(start, start := start + len(sample.input_ids))
+            ids[b, here], mask[b, here], docs[b, here] = sample.input_ids, sample.loss_mask, d
+            hidden[b, here] = next(states)
+            bad += [] if hidden[b, here].isfinite().all() else [sample.name]
+    docs = None if (docs == 0).all() else docs.to(device)
+    return (ids.to(device), hidden, mask.to(device), docs), bad
+
+# ---- Distributed -------------------------------------------------------------------------------------------
+
+class Ranks(NamedTuple):
+    """Where this process stands: data-parallel (dp) times sequence-parallel (sp) ranks, a `group`."""
+    rank: int = 0
+    dp: int = 1
+    sp: int = 1
+    group: object = None
+    device: torch.device = torch.device("cpu")
+
+def start_ranks(device="auto", backend="sdpa", sp=None):
+    """Join the process group that torchrun describes, if any. Under usp a row is split over `sp` ranks
+    (default all) and the rest is data parallel; other backends are data parallel only."""
+    world, rank, local = (int(os.environ.get(name, default)) for name, default in
+                          (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device, usp, group = torch.device(device, local) if device == "cuda" else torch.device(device), None, None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    sp = (sp or world) if backend == "usp" else 1
+    require(world % sp == 0, f"--sp {sp} does not divide the {world} ranks; start a multiple of it")
+    if world > 1 or backend == "usp":
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+        mesh = dist.device_mesh.init_device_mesh(device.type, (world // sp, sp), mesh_dim_names=("dp", "sp"))
+        group = mesh["sp"].get_group() if backend == "usp" else None
+    return Ranks(rank, world // sp, sp, group, device)
+
+def all_sum(tensor):
+    """Sum over all ranks, in place; nothing to do without a process group."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+def barrier(ranks):
+    if ranks.dp * ranks.sp > 1:
+        dist.barrier()
+
+def say(text):
+    """Print on rank 0, above the progress bar if there is one."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        from tqdm import tqdm
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+# ---- Optimizer, checkpoints --------------------------------------------------------------------------------
+
+class MasterAdamW:
+    """AdamW on fp32 master copies of the parameters (on the parameters themselves where they are fp32)."""
+    def __init__(self, model, weight_decay):
+        self.params = dict(model.named_parameters())
+        self.masters = {name: p if p.dtype == fp32(p.dtype) else nn.Parameter(p.detach().float())
+                        for name, p in self.params.items()}
+        matrices, rest = ([p for p in self.masters.values() if (p.dim() > 1) == x] for x in (True, False))
+        self.adam = torch.optim.AdamW([dict(params=matrices, weight_decay=weight_decay),
+                                       dict(params=rest, weight_decay=0.0)], betas=(0.9, 0.95), fused=True)
+        for p in self.masters.values():  # AdamW makes these at its first step; a checkpoint needs them before
+            self.adam.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
+                                  "exp_avg_sq": torch.zeros_like(p)}
+
+    def step(self, lr, scale):
+        """One step with the gradients times `scale`."""
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        for name, master in self.masters.items():
+            master.grad = self.params[name].grad.to(master.dtype) * scale
+        self.adam.step()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self):
+        for name, p in self.params.items():
+            if p is not self.masters[name]:
+                p.copy_(self.masters[name])
+
+def learning_rate(step, cfg):
+    """Linear warm-up over warmup_steps, then a cosine from lr down to lr * lr_floor at the last step."""
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
+    return cfg.lr * (cfg.lr_floor + (1 - cfg.lr_floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+@contextlib.contextmanager
+def atomic(path, ranks=Ranks()):
+    """Write aside, fsync, rename: `path` (file or folder) is the old one or the complete new one, whenever
+    killed. Several ranks may write into one folder: rank 0 clears it before and renames it after."""
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.partial")
+    if ranks.rank == 0:
+        shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
+    barrier(ranks)
+    yield aside
+    barrier(ranks)
+    if ranks.rank == 0:
+        for written in [*aside.rglob("*"), aside]:
+            fsync(written)
+        if path.is_dir():
+            shutil.rmtree(path)
+        os.replace(aside, path)
+        fsync(path.parent)
+
+def fsync(path):
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+def saved_states(out):
+    """Complete training states of a run, oldest first."""
+    found = [path for path in (Path(out) / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+def training_state(model, optimizer, progress):
+    """{name: tensor} of all that a resumed run needs, for torch.distributed.checkpoint to write, or to read
+    in place. Data order and learning rate follow from the step."""
+    state = {"rng": torch.get_rng_state(), **dict(model.named_buffers())}
+    for name, p in optimizer.masters.items():
+        state[f"master.{name}"] = p.detach()
+        state |= {f"{key}.{name}": x for key, x in optimizer.adam.state[p].items()}
+    return state | {f"progress.{key}": torch.tensor(x, dtype=torch.float64) for key, x in progress.items()}
+
+def save_state(cfg, model, optimizer, progress, ranks):
+    """Write OUT/checkpoints/step-N, all ranks together; keep the newest `keep`."""
+    import torch.distributed.checkpoint as dcp
+    path = Path(cfg.out) / "checkpoints" / f"step-{progress['step']:.0f}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path, ranks) as aside, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dcp warns of a single process
+        dcp.save(training_state(model, optimizer, progress), checkpoint_id=aside)
+    for old in saved_states(cfg.out)[:-cfg.keep] if ranks.rank == 0 else []:
+        shutil.rmtree(old)
+
+def load_state(path, model, optimizer, progress):
+    """Read a training state into model and optimizer; returns its progress. Its .metadata is a pickle: resume
+    only your own runs."""
+    import torch.distributed.checkpoint as dcp
+    state = training_state(model, optimizer, progress)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=path)
+    torch.set_rng_state(state["rng"])
+    optimizer.publish()
+    return {key: state[f"progress.{key}"].item() for key in progress}
+
+# ---- Options -----------------------------------------------------------------------------------------------
+
+def option(default, help, **more):
+    return field(default=default, metadata={"help": help, **more})
+
+SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+
+@dataclass
+class ModelOptions:
+    target: str = option(None, "HF checkpoint directory or hub id: glm4_moe, hy_v3, or dense llama, mistral, "
+                         "qwen2, qwen3; default: the demo's, or the draft's")
+    dtype: str = option("auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
+    device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
+    target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
+    trust_remote_code: bool = option(False, "let the target's repository run its own code")
+
+@dataclass
+class TrainConfig(ModelOptions):
+    data: list = option(None, "training files, .txt or .jsonl ({text} or {messages}); default: the demo's")
+    eval_data: list = option(None, "held-out files; default: every 20th sample of --data")
+    out: str = option("runs/demo", "draft directory to write, with checkpoints/ and metrics.jsonl")
+    init: str = option("auto", "warm: the target's own MTP layer; scratch: random; auto: warm if it has one",
+                       choices=["auto", "warm", "scratch"])
+    n_routed_experts: int = option(None, "E, for a dense target (default 8)")
+    num_experts_per_tok: int = option(None, "A, for a dense target (default 2)")
+    moe_intermediate_size: int = option(None, "F, for a dense target; F * n_shared_experts = its MLP width")
+    n_shared_experts: int = option(None, "for a dense target (default 4)")
+    backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp fa, rows split over ranks",
+                          choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
+    sp: int = option(None, "usp: ranks that share a row; default all")
+    ttt_length: int = option(3, "K, draft steps trained from every row")
+    recycle: str = option("post", "fed to the next step: post (after the final norm) or pre; README, Serving",
+                          choices=["post", "pre"])
+    zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
+    ce_weight: float = option(1.0, "weight of the cross-entropy against the target's argmax")
+    kl_weight: float = option(1.0, "weight of KL(target || draft)")
+    decay: float = option(0.8, "step k weighs decay ** k")
+    steps: int = option(120, "optimizer steps")
+    batch_size: int = option(8, "rows per optimizer step, over all ranks")
+    micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
+    seq_len: int = option(256, "tokens per row: documents are packed into rows, longer ones cut")
+    lr: float = option(None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm")
+    lr_floor: float = option(0.1, "the cosine ends at lr times this")
+    warmup_steps: int = option(20, "steps of linear warm-up")
+    weight_decay: float = option(0.01, "AdamW's, on matrices")
+    clip: float = option(1.0, "largest global gradient norm")
+    balance_rate: float = option(None, "step of the router's bias; default 0.01 from scratch, 0 warm")
+    seed: int = option(0, "of initialisation and data order")
+    eval_every: int = option(0, "evaluate every N steps, best draft to OUT/best; 0: only before and after")
+    eval_rows: int = option(32, "held-out rows per evaluation")
+    save_every: int = option(100, "save the training state every N steps (and at the end)")
+    keep: int = option(2, "training states kept")
+    log_every: int = option(10, "steps per line of metrics.jsonl")
+    resume: str = option(None, "auto: from OUT's newest state, if any; never; or a checkpoints/step-N; "
+                         "default: auto when torchrun restarts a run, else never")
+
+@dataclass
+class EvalConfig(ModelOptions):
+    draft: str = option(None, "draft directory")
+    data: list = option(None, "held-out files, .txt or .jsonl; default: the demo's")
+    backend: str = option("sdpa", "attention", choices=["sdpa", "fa", "auto"], also="--attention-backend")
+    ttt_length: int = option(None, "draft steps evaluated; default: the draft's")
+    seq_len: int = option(256, "tokens per row")
+    eval_rows: int = option(32, "rows evaluated")
+    micro_batch_size: int = option(8, "rows per forward pass")
+
+@dataclass
+class GenerateConfig(ModelOptions):
+    draft: str = option(None, "draft directory")
+    prompt: str = option(None, "text to continue")
+    chat: bool = option(False, "put the prompt through the tokenizer's chat template")
+    max_new_tokens: int = option(128, "length limit of the answer")
+    ttt_length: int = option(None, "tokens drafted per round; default: the draft's")
+
+def check_train_config(cfg):
+    """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
+    for name in ("ttt_length", "steps", "batch_size", "micro_batch_size", "eval_rows", "save_every", "keep",
+                 "log_every"):
+        value = getattr(cfg, name)
+        require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
+    require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts at every "
+            f"step; give --ttt-length + 2 = {cfg.ttt_length + 2} or more")
+    require(cfg.target or not cfg.data, "--data without --target: the demo's target knows only its own text; "
+            "give --target DIR")
+    require(cfg.data or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
+    require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
+    require(min(cfg.ce_weight, cfg.kl_weight) >= 0 and cfg.ce_weight + cfg.kl_weight > 0, f"--ce-weight "
+            f"{cfg.ce_weight} --kl-weight {cfg.kl_weight}: neither may be negative, one must be positive")
+    require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
+    restarted, held = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), saved_states(cfg.out)
+    resume = cfg.resume or ("auto" if restarted else "never")
+    require(resume in ("auto", "never") or (Path(resume) / ".metadata").exists(), f"--resume {resume} is no "
+            "complete training state: give auto, never or OUT/checkpoints/step-N")
+    require(not held or resume != "never" or cfg.out == TrainConfig.out, f"--out {cfg.out} holds training "
+            "states: add --resume auto to continue that run, or give another --out")
+    return replace(cfg, resume=resume)
+
+def choose_backend(name, device, dtype):
+    """`name`, or what "auto" stands for here (announced). A backend that cannot run is a ValueError."""
+    reason = why_not_fa(device.type, dtype)
+    if name == "auto":
+        name = "sdpa" if reason else "fa"
+        say(f"backend {name}: " + (f"fa cannot run: {reason}" if reason else "memory linear in T"))
+    require(name == "sdpa" or not reason, f"--backend {name} cannot run: {reason}. Use --backend sdpa")
+    return name
+
+# ---- Training and evaluation -------------------------------------------------------------------------------
+
+class Run:
+    """What training and evaluation share: draft, target, ranks, and how batches and the loss are taken."""
+    def __init__(self, model, target, cfg, ranks, backend):
+        self.model, self.target, self.cfg, self.ranks = model, target, cfg, ranks
+        names = ("ttt_length", "ce_weight", "kl_weight", "decay", "recycle", "zero_first_embedding")
+        self.loss = partial(ttt_loss, model, backend=backend, group=ranks.group,
+                            **{name: getattr(cfg, name) for name in names})
+
+    def batches(self, rows):
+        """This rank's share of `rows` in micro-batches: (ids, hidden_states, mask, doc_ids), bad names."""
+        cfg, ranks = self.cfg, self.ranks
+        rows = rows[ranks.rank // ranks.sp::ranks.dp]
+        for i in range(0, len(rows), cfg.micro_batch_size):
+            part = rows[i:i + cfg.micro_batch_size]
+            longest = max(sum(len(sample.input_ids) for sample in row) for row in part)
+            length = cfg.seq_len if ranks.device.type == "cuda" else longest  # CUDA compiles for each length
+            yield make_batch(part, length, self.target, ranks.device)
+
+    def tally(self, out=None):
+        """[5, K] float64 sums: CE, KL, right, counted, prefix hits; zeros without `out`."""
+        if out is None:
+            return torch.zeros(5, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
+        n = out.count.double()
+        return torch.stack([out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double()])
+
+    def gradients(self, rows):
+        """Forward and backward of an optimizer step, gradients summed over all ranks, never averaged. Returns
+        tally [5, K] and expert load [E], over all ranks, and names of samples whose states are not finite."""
+        batches, tally, sp = list(self.batches(rows)), self.tally(), self.ranks.sp
+        counts, load = tally[0].long(), tally.new_zeros(self.model.config.n_routed_experts).long()
+        for (ids, _, mask, docs), _ in batches:
+            counts += valid_counts(mask, docs, len(counts), batch=ids.shape[0], length=ids.shape[1])
+        counts = all_sum(counts) // sp  # the ranks of a group count the same rows
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p)  # a rank without rows takes part, too
+        for batch, _ in batches:
+            out = self.loss(*batch, counts=counts)
+            out.loss.backward()
+            tally, load = tally + self.tally(out), load + out.expert_load
+        for p in self.model.parameters():
+            all_sum(p.grad)
+        return all_sum(tally) / sp, all_sum(load) // sp, [name for _, bad in batches for name in bad]
+
+    @torch.no_grad()
+    def evaluate(self, rows):
+        """Acceptance over `rows`; sums over all of them first, one division at the end. A dict: ce, kl, acc,
+        walk (lists [K]), accept_len (of all counted rows), accept_len_walk (of serving's rounds), rows."""
+        tally, rounds = self.tally(), self.tally().new_zeros(self.cfg.ttt_length + 1)
+        for (ids, hidden, mask, docs), _ in self.batches(rows):
+            out = self.loss(ids, hidden, mask, docs)
+            tally += self.tally(out)
+            rounds += walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(rounds.device)
+        (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
+        return {**means(tally), "walk": [n / max(1, n_rounds) for n in accepted], "rows": int(tally[3, 0]),
+                "accept_len_walk": 1 + sum(accepted) / max(1, n_rounds)}
+
+    def write_draft(self, path):
+        cfg, target = self.cfg, self.target
+        if self.ranks.rank == 0:
+            save_draft(path, self.model, dict(
+                ttt_length=cfg.ttt_length, recycle=cfg.recycle, zero_first_embedding=cfg.zero_first_embedding,
+                target=str(target.path.resolve()), target_config_sha256=target.sha256))
+
+    def append(self, line):
+        """A line of metrics.jsonl."""
+        if self.ranks.rank == 0:
+            with open(Path(self.cfg.out) / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+def means(tally):
+    ce, kl, acc, _, prefix = tally / tally[3].clamp(min=1)
+    return {"ce": ce.tolist(), "kl": kl.tolist(), "acc": acc.tolist(), "accept_len": 1 + prefix.sum().item()}
+
+def walk(hits, loss_mask, docs):
+    """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text in turn.
+
+    hits (K, B, T): token k drafted from row t is the target's. A text is a maximal run of unmasked tokens;
+    its first comes from the prefill, so the first root is the row before it; after n accepted tokens the next
+    root is n + 1 rows on."""
+    accepted, total = hits.long().cumprod(0).sum(0).tolist(), torch.zeros(len(hits) + 1, dtype=torch.float64)
+    for at in Documents(docs.run.masked_fill(loss_mask == 0, -1), *docs.run.shape, docs.run.device).segments:
+        b, start, stop = at[0].start, at[1].start, at[1].stop
+        root = start - int(start > 0 and docs.run[b, start - 1] == docs.run[b, start])
+        while root + 2 < stop:  # the first token to draft is x[root + 2]
+            n = min(accepted[b][root], stop - root - 2)
+            total[0] += 1
+            total[1:n + 1] += 1
+            root += n + 1
+    return total
+
+def acceptance_table(results):
+    """Text of a table of {label: Run.evaluate's result}."""
+    steps = range(len(next(iter(results.values()))["acc"]))
+    lines = [" " * 8 + "".join(f"   acc_{k}" for k in steps) + "  accept_len  accept_len_walk"]
+    for label, row in results.items():
+        lines.append(f"{label:8}" + "".join(f"{a:8.3f}" for a in row["acc"])
+                     + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}")
+    return "\n".join(lines)
+
+def open_target(cfg, ranks):
+    """The target of --target, else the demo's, which rank 0 builds in the first run."""
+    path = cfg.target
+    if path is None:
+        caches, python = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", sys.version_info
+        path = Path(caches) / "mtp" / f"demo-target-1-python{python.major}.{python.minor}"
+        if ranks.rank == 0 and not path.exists():
+            build_demo_target(path)
+        barrier(ranks)  # the others wait
+    return Target(cfg, path, ranks.device)
+
+def make_draft(cfg, target, ranks):
+    """(model, "warm" or "scratch"): the draft on its device, with the target's embedding and head."""
+    prefix = mtp_prefix(target.checkpoint) if target.config["model_type"] not in DENSE else None
+    require(prefix or cfg.init != "warm", f"--init warm, but {target.path} has no MTP layer, "
+            f"layer {target.config['num_hidden_layers']}. --init scratch trains a new one")
+    init = "warm" if prefix and cfg.init != "scratch" else "scratch"
+    model = MTP(target.draft_config).to(target.lm_head.dtype)
+    init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
+    if init == "warm":
+        warm_start(model, target.checkpoint, prefix)
+    model.to(ranks.device).set_target(target.embed, target.lm_head)
+    return model, init
+
+def read_rows(cfg, target):
+    """(training rows, held-out rows): the demo's files or the user's; no held-out sample is trained on."""
+    files, held = (cfg.data, cfg.eval_data) if cfg.target else stdlib_files(every=6)
+    samples, held = (paths and read_samples(paths, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
+                     for paths in (files, held))
+    if not held:
+        require(len(samples) > 1, "--data holds a single sample, none can be held out; give --eval-data FILE")
+        every = min(20, len(samples))
+        samples, held = [s for i, s in enumerate(samples) if i % every], samples[::every]
+    rows = pack([samples[i] for i in shuffled(len(samples), cfg.seed, -1)], cfg.seq_len)
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    say(f"data: {tokens:,} tokens of {len(samples):,} samples in {len(rows):,} rows of {cfg.seq_len} (fill "
+        f"ratio {tokens / len(rows) / cfg.seq_len:.2f}); {len(held):,} samples held out")
+    return rows, spread(pack(held, cfg.seq_len), cfg.eval_rows)
+
+def spread(rows, most):
+    """At most `most` rows, evenly spread."""
+    return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
+
+def train(cfg):
+    """Train a draft. Writes OUT/model.safetensors, config.json, metrics.jsonl and checkpoints/; returns the
+    evaluations {"before": .., "after": ..}."""
+    cfg = check_train_config(cfg)
+    torch.manual_seed(cfg.seed)
+    ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
+    target = open_target(cfg, ranks)
+    shape = target.draft_config
+    H, longest = shape.num_attention_heads, shape.max_position_embeddings
+    require(cfg.seq_len <= longest, f"--seq-len {cfg.seq_len} exceeds the target's max_position_embeddings "
+            f"{longest}")
+    require(H % ranks.sp == 0, f"--backend usp: {ranks.sp} ranks do not divide {H} attention heads; give "
+            f"--sp {math.gcd(H, ranks.sp)}")
+    backend = choose_backend(cfg.backend, ranks.device, target.lm_head.dtype)
+    rows, held = read_rows(cfg, target)
+    model, init = make_draft(cfg, target, ranks)
+    scratch = init == "scratch"
+    cfg = replace(cfg, lr=cfg.lr or (3e-3 if scratch else 1e-4),
+                  balance_rate=0.01 * scratch if cfg.balance_rate is None else cfg.balance_rate)
+    say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, {init}, {target.lm_head.dtype} "
+        f"on {ranks.dp} x {ranks.sp} {ranks.device.type} ranks (data x sequence), for {target.path}")
+    optimizer, run = MasterAdamW(model, cfg.weight_decay), Run(model, target, cfg, ranks, backend)
+    progress, results = start_or_resume(run, optimizer), {}
+    if not progress["step"]:
+        results["before"] = run.evaluate(held)
+        say(acceptance_table(results))
+        ce, chance = results["before"]["ce"][0], math.log(shape.vocab_size)
+        if not scratch and ce > 0.9 * chance:
+            say(f"warning: the warm start's step-0 loss {ce:.2f} is near ln V = {chance:.2f}, as if random")
+    stopped = train_loop(run, optimizer, progress, rows, held)
+    if stopped:
+        say(f"stopped by {stopped} after step {progress['step']:.0f}; state saved, --resume auto goes on")
+        return results
+    results["after"] = run.evaluate(held)
+    say(acceptance_table(results))
+    say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
+    return results
+
+def start_or_resume(run, optimizer):
+    """Progress of the run that --resume names, its state loaded; or of a new one, old demo states removed."""
+    progress, cfg = {"step": 0, "skipped": 0, "skipped_in_a_row": 0, "best": 0.0}, run.cfg
+    held, out = saved_states(cfg.out), Path(cfg.out)
+    path = held[-1] if cfg.resume == "auto" and held else cfg.resume
+    if path not in ("auto", "never"):
+        say(f"resuming from {path}")
+        return load_state(path, run.model, optimizer, progress)
+    barrier(run.ranks)  # all have looked
+    if run.ranks.rank == 0:
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "metrics.jsonl").unlink(missing_ok=True)
+    return progress
+
+def train_loop(run, optimizer, progress, rows, held):
+    """Optimizer steps until cfg.steps; saves, logs and evaluates on the way. Returns the signal that ended it
+    early, after the step in progress and with its state saved, or None."""
+    from tqdm import tqdm
+    cfg, model, signals = run.cfg, run.model, []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
+    bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", unit="step",
+               disable=run.ranks.rank > 0)
+    clock, tokens, tally = time.perf_counter(), 0, run.tally()
+    while progress["step"] < cfg.steps:
+        step = int(progress["step"])
+        batch = [rows[shuffled(len(rows), cfg.seed, i // len(rows))[i % len(rows)]]
+                 for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
+        step_tally, load, bad = run.gradients(batch)
+        norm = torch.stack([p.grad.to(fp32(p.dtype)).norm() for p in model.parameters()]).norm().item()
+        broken, stop = any_rank(run.ranks, not math.isfinite(norm + step_tally.sum()), signals)
+        lr = learning_rate(step, cfg)
+        if broken:
+            skip_step(run, progress, bad or [sample.name for row in batch for sample in row])
+        else:
+            optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
+            if cfg.balance_rate:  # else not even re-centred
+                balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
+            progress["skipped_in_a_row"], tally = 0, tally + step_tally
+        progress["step"], tokens = step + 1, tokens + sum(len(s.input_ids) for row in batch for s in row)
+        last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
+        if due(cfg.log_every) or last:
+            seconds, clock = time.perf_counter() - clock, time.perf_counter()
+            line = dict(grad_norm=norm, lr=lr, tokens_per_second=tokens / seconds,
+                        top_expert_share=(load.max() / load.sum().clamp(min=1)).item(),
+                        skipped=int(progress["skipped"]))
+            bar.set_postfix(log_step(run, step + 1, tally, line), refresh=False)
+            tokens, tally = 0, run.tally()
+        bar.update()
+        if due(cfg.eval_every):
+            keep_best(run, progress, held)
+        if due(cfg.save_every) or last or stop:
+            save_state(cfg, model, optimizer, progress, run.ranks)
+            run.write_draft(cfg.out)
+        if stop and not last:
+            bar.close()
+            return (signals or ["a signal to another rank"])[0]
+    bar.close()
+
+def any_rank(ranks, *flags):
+    """Each flag: is it set on any rank? All ranks get the same answer."""
+    return (all_sum(torch.tensor([bool(flag) for flag in flags], device=ranks.device).float()) > 0).tolist()
+
+def skip_step(run, progress, names):
+    """Count a step whose loss or gradient is not finite and name its samples; ten in a row are an error."""
+    progress["skipped"] += 1
+    progress["skipped_in_a_row"] += 1
+    shown = ", ".join(names[:4]) + (", .." if len(names) > 4 else "")
+    say(f"step {progress['step'] + 1:.0f} skipped, its loss or gradient is not finite: {shown}")
+    run.append({"step": int(progress["step"]) + 1, "skipped_samples": names})
+    require(progress["skipped_in_a_row"] < 10, "ten steps in a row had a loss or gradient not finite, "
+            f"the last with {shown}; lower --lr, or remove those samples")
+
+def keep_best(run, progress, held):
+    """Evaluate; the draft of the best accept_len so far goes to OUT/best."""
+    result = run.evaluate(held)
+    say(acceptance_table({f"{progress['step']:.0f}": result}))
+    run.append({"step": int(progress["step"]), "eval": result})
+    if result["accept_len"] > progress["best"]:
+        progress["best"] = result["accept_len"]
+        run.write_draft(Path(run.cfg.out) / "best")
+
+def log_step(run, step, tally, line):
+    """A line of metrics.jsonl, means over the steps since the last; returns the progress bar's figures."""
+    cfg, found = run.cfg, means(tally)
+    weight = [cfg.decay ** k for k in range(cfg.ttt_length)]
+    loss = sum(w * (cfg.ce_weight * ce + cfg.kl_weight * kl) for w, ce, kl in
+               zip(weight, found["ce"], found["kl"])) / sum(weight)
+    run.append({"step": step, "loss": loss, **found, **line})
+    return {"loss": f"{loss:.3f}", "accept_len": f"{found['accept_len']:.2f}",
+            "tok/s": f"{line['tokens_per_second']:.0f}"}
+
+# ---- Speculative decoding ----------------------------------------------------------------------------------
+
+class Drafter:
+    """Drafting as engines do it: a cache of draft keys for the verified prefix, rewritten from the target's
+    true hidden states after every verification, and one appended key per drafted token."""
+    def __init__(self, model, recycle="post", zero_first_embedding=False):
+        self.model, self.recycle, self.zero_first = model, recycle, zero_first_embedding
+        self.past_k, self.past_v = [], []
+
+    def rows(self, tokens, hidden, start):
+        """Run rows start..; tokens: those one position on; hidden (1, n, C). Returns the last row's n and
+        what it recycles, each (1, 1, C)."""
+        positions = torch.arange(start, start + len(tokens), device=hidden.device)[None]
+        embeds = self.model.embed(torch.tensor([tokens], device=hidden.device))
+        if self.zero_first:
+            embeds = embeds.masked_fill((positions == 0)[..., None], 0)
+        n, r, self.past_k, self.past_v, _ = self.model(
+            embeds, hidden.to(embeds.dtype), positions, self.past_k, self.past_v, None, attend_decode)
+        return n[:, -1:], (n if self.recycle == "post" else r)[:, -1:]
+
+    def draft(self, tokens, hidden, start, K):
+        """K greedy tokens after `tokens`, the verified ones from position start + 1; hidden: from `start`."""
+        self.past_k, self.past_v = ([x[:, :start] for x in past] for past in (self.past_k, self.past_v))
+        drafted, (n, g) = [], self.rows(tokens, hidden, start)
+        while True:
+            drafted.append(self.model.logits(n).argmax(-1).item())
+            if len(drafted) == K:
+                return drafted
+            n, g = self.rows(drafted[-1:], g, start + len(tokens) + len(drafted) - 1)
+
+class Decoding(NamedTuple):
+    ids: list       # prompt and all verified tokens, to the end of the last round
+    answer: list    # the answer alone, cut at the length limit and before an end token
+    rounds: list    # drafted tokens accepted in each round, counted as vLLM does: the last round whole
+    margins: list   # (best logit, its lead over the second) of each new token
+    seconds: float
+
+@torch.no_grad()
+def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=()):
+    """Greedy decoding of `prompt` (token ids), K drafted tokens verified per round; K = 0: plain."""
+    from transformers import DynamicCache
+    device, began = target.model.device, time.perf_counter()
+    past, tokens, drafted, start = DynamicCache(config=target.model.config), list(prompt), [], 0
+    rounds, margins = [], []
+    while True:
+        seen, new = past.get_seq_length(), tokens[past.get_seq_length():] + drafted
+        positions = torch.arange(seen, seen + len(new), device=device)[None]
+        hidden = target.model.base_model(
+            torch.tensor([new], device=device), position_ids=positions, use_cache=True,
+            **{target.cache_name: past}).last_hidden_state.to(target.device)
+        logits = F.linear(hidden[0, -len(drafted) - 1:].to(target.lm_head.dtype), target.lm_head)
+        best, n = logits.argmax(-1).tolist(), 0
+        while n < len(drafted) and drafted[n] == best[n]:
+            n += 1
+        rounds += [n] if drafted else []
+        margins += [(a, a - b) for a, b in logits[:n + 1].float().topk(2).values.tolist()]
+        past.crop(n - len(drafted))  # negative: forgets the refused ones
+        tokens += best[:n + 1]
+        answer = tokens[len(prompt):]
+        ends = [i for i, token in enumerate(answer) if token in eos]
+        if ends or len(answer) >= max_new_tokens:
+            answer = answer[:min([*ends, max_new_tokens])]
+            return Decoding(tokens, answer, rounds, margins, time.perf_counter() - began)
+        if K:
+            known = hidden[:, :hidden.shape[1] - len(drafted) + n]
+            drafted, start = drafter.draft(tokens[start + 1:], known, start, K), len(tokens) - 1
+
+def open_draft(cfg):
+    """(model with its target set, target, draft's config.json); another target than its own is refused."""
+    require(cfg.draft, "--draft DIR is missing: a directory that training wrote, e.g. runs/demo")
+    model, meta = load_draft(cfg.draft)
+    if not cfg.target and not os.path.isdir(meta["target"]):
+        raise FileNotFoundError(f"the draft's target {meta['target']} is gone; give --target DIR")
+    target = open_target(replace(cfg, target=cfg.target or meta["target"]), start_ranks(cfg.device))
+    expected = meta["target_config_sha256"]
+    require(target.sha256 == expected, f"{cfg.draft} was trained for another target: config.json "
+            f"of {target.path} has sha256 {target.sha256[:12]}.., expected {expected[:12]}..")
+    model.to(target.device).set_target(target.embed, target.lm_head)
+    return model, target, meta
+
+def evaluate_command(cfg):
+    """Print the acceptance table of a draft on held-out text."""
+    model, target, meta = open_draft(cfg)
+    backend = choose_backend(cfg.backend, target.device, target.lm_head.dtype)
+    cfg = TrainConfig(recycle=meta["recycle"], zero_first_embedding=meta["zero_first_embedding"],
+                      ttt_length=cfg.ttt_length or meta["ttt_length"], micro_batch_size=cfg.micro_batch_size,
+                      data=cfg.data or stdlib_files(every=6)[1], eval_rows=cfg.eval_rows, seq_len=cfg.seq_len)
+    samples = read_samples(cfg.data, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
+    run = Run(model, target, cfg, Ranks(device=target.device), backend)
+    result = run.evaluate(spread(pack(samples, cfg.seq_len), cfg.eval_rows))
+    say(acceptance_table({"draft": result}))
+    per_position = " ".join(f"{x:.3f}" for x in result["walk"])
+    say(f"walk: accepted per position {per_position}; {result['rows']:,} rows counted")
+
+def generate_command(cfg):
+    """Continue a prompt by speculative and by plain greedy decoding; compare tokens and time."""
+    require(cfg.prompt, "--prompt TEXT is missing")
+    model, target, meta = open_draft(cfg)
+    K, tokenizer, length = cfg.ttt_length or meta["ttt_length"], target.tokenizer, cfg.max_new_tokens
+    ids = tokenizer(cfg.prompt)["input_ids"] if not cfg.chat else tokenizer.apply_chat_template(
+        [{"role": "user", "content": cfg.prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
+    room = target.draft_config.max_position_embeddings - length - K
+    require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; with --max-new-tokens {length} the "
+            f"target takes 1 to {room}")
+    eos = getattr(target.model.generation_config, "eos_token_id", None)
+    eos = eos if isinstance(eos, list) else [eos]
+    plain = decode(target, ids, length, eos=eos)
+    fast = decode(target, ids, length, Drafter(model, meta["recycle"], meta["zero_first_embedding"]), K, eos)
+    rounds = max(1, len(fast.rounds))
+    per_position = " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K))
+    speeds = [len(x.answer) / x.seconds for x in (fast, plain)]
+    print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
+          f"over {len(fast.rounds)} rounds; accepted per position {per_position}\n"
+          f"tokens/s: {speeds[0]:.1f} with drafting, {speeds[1]:.1f} without")
+    check_lossless(plain, fast, target.lm_head.dtype)
+
+def check_lossless(plain, fast, dtype):
+    """Print that drafting changed no token, or where rounding let it; ValueError if it was not rounding."""
+    if plain.answer == fast.answer:
+        return print("lossless: token for token the target's own greedy answer")
+    at = next((i for i, (a, b) in enumerate(zip(plain.answer, fast.answer)) if a != b),
+              min(len(plain.answer), len(fast.answer)))
+    best, lead = plain.margins[at]
+    bits = {torch.bfloat16: 7, torch.float16: 10}.get(dtype, 23)
+    ulps = lead / 2.0 ** (math.frexp(best)[1] - 1 - bits)
+    print(f"differs from plain greedy decoding from token {at} on, by rounding: the two best logits are "
+          f"{ulps:.1f} ulps apart")
+    require(ulps <= 2 and bits < 23, "drafted and plain decoding differ by more than rounding: report it")
+
+# ---- Command line ------------------------------------------------------------------------------------------
+
+COMMANDS = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate_command),
+            "generate": (GenerateConfig, generate_command)}
+
+def parse(command, arguments):
+    """The command's config from flags: a dataclass field is default, type and help of its flag."""
+    kind, run = COMMANDS[command]
+    parser = argparse.ArgumentParser(
+        prog=f"mtp.py {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__ if command == "train" else run.__doc__)
+    for f in fields(kind):
+        names = ["--" + f.name.replace("_", "-"), *filter(None, [f.metadata.get("also")])]
+        how = dict(action="store_true") if f.type == "bool" else dict(
+            type={"int": int, "float": float}.get(f.type, str), choices=f.metadata.get("choices"),
+            nargs="+" if f.type == "list" else None)
+        text = f.metadata["help"] + ("" if f.default in (None, False) else f" (default {f.default})")
+        parser.add_argument(*names, dest=f.name, default=f.default, help=text, **how)
+    return kind(**vars(parser.parse_args(arguments)))
+
+def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else arguments
+    named = arguments[:1] and arguments[0] in COMMANDS
+    command = arguments[0] if named else "train"
+    cfg = parse(command, arguments[1:] if named else arguments)
+    try:
+        COMMANDS[command][1](cfg)
+    except (ValueError, OSError) as error:
+        if os.environ.get("MTP_TRACEBACK"):
+            raise
+        print(f"mtp.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+if __name__ == "__main__":
+    sys.exit(main())
