@@ -630,7 +630,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
         """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
-        Returns loss and, without gradient, sums [4, K] over counted rows: CE, KL, right, prefix hits; hits."""
+        Returns loss; without gradient: sums [4, K] over counted rows (CE, KL, right, prefix hits), hits."""
         T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
         size = min(max(1, LOGITS_HELD.get(lm_head.device.type, 2 ** 25) // V), hidden.shape[1])
         scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
