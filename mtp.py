@@ -161,8 +161,7 @@ class Documents:
         rows = torch.arange(length, device=device).expand(batch, length)
         self.whole = doc_ids is None
         doc_ids = torch.zeros_like(rows) if self.whole else doc_ids
-        self.first = torch.ones(batch, length, dtype=torch.bool, device=device)
-        self.first[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+        self.first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
         self.run = self.first.cumsum(1).masked_fill(doc_ids < 0, -1)
         self.position_ids = rows - torch.where(self.first, rows, 0).cummax(1).values
 
@@ -631,9 +630,9 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
         """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
-        Returns loss and, gradient-free, sums over counted rows [4, K] (CE, KL, right, prefix hits), hits."""
+        Returns loss; without gradient: sums [4, K] over counted rows (CE, KL, right, prefix hits), hits."""
         T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
-        size = min(max(1, LOGITS_HELD[lm_head.device.type] // V), hidden.shape[1])
+        size = min(max(1, LOGITS_HELD.get(lm_head.device.type, 2 ** 25) // V), hidden.shape[1])
         scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
         ce, kl, hit = (p_rows.new_zeros(valid.shape, dtype=x) for x in (wide, wide, torch.int))
         grads = [torch.zeros_like(n) for n in ns] if any(ctx.needs_input_grad) else []
