@@ -1264,7 +1264,8 @@ def test_usp_equals_one_rank(P, tmp_path):
 
 WORDS = [f"w{i}" for i in range(58)]
 CHAT = ("{% for m in messages %}<|{{ m['role'] }}|> {% if m['role'] == 'assistant' %}{% generation %}"
-        "{{ m['content'] }} <|end|>{% endgeneration %}{% else %}{{ m['content'] }} <|end|>{% endif %} {% endfor %}"
+        "{{ m['content'] }} <|end|>{% endgeneration %}{% else %}{{ m['content'] }} <|end|>{% endif %} "
+        "{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|> {% endif %}")
 
 
@@ -1280,8 +1281,8 @@ def make_tokenizer():
 
 
 def make_target(path, family="glm4_moe", mtp_layer=True, dtype=torch.float32, tie=False, seed=0):
-    """A random two-layer target of `family` with a tokenizer, saved by transformers itself, and (mtp_layer) a random MTP
-    layer written beside it under the family's own tensor names, one file per tensor group."""
+    """A random two-layer target of `family` with a tokenizer, saved by transformers itself, and (mtp_layer) a
+    random MTP layer written beside it under the family's own tensor names. Returns that layer's draft."""
     import transformers
     from safetensors.torch import load_file, save_file
     torch.manual_seed(seed)
@@ -1290,8 +1291,8 @@ def make_target(path, family="glm4_moe", mtp_layer=True, dtype=torch.float32, ti
                   max_position_embeddings=256, tie_word_embeddings=tie, initializer_range=0.2,
                   bos_token_id=None, eos_token_id=0, pad_token_id=None)
     if family == "glm4_moe":
-        config = transformers.Glm4MoeConfig(**common, n_routed_experts=4, n_shared_experts=1, use_qk_norm=True,
-                                            first_k_dense_replace=1)
+        config = transformers.Glm4MoeConfig(**common, n_routed_experts=4, n_shared_experts=1,
+                                            use_qk_norm=True, first_k_dense_replace=1)
         model = transformers.Glm4MoeForCausalLM(config)
     else:
         config = transformers.HYV3Config(**common, num_experts=4, num_shared_experts=1)
@@ -1350,8 +1351,8 @@ def tiny(tmp_path_factory):
 
 def options(tiny, out, **changes):
     return mtp.TrainConfig(**{**dict(
-        target=str(tiny[0]), data=[tiny[1]], out=str(out), device="cpu", init="scratch", steps=4, batch_size=4,
-        seq_len=48, lr=1e-2, warmup_steps=2, eval_rows=4, save_every=2, log_every=1, keep=9), **changes})
+        target=str(tiny[0]), data=[tiny[1]], out=str(out), device="cpu", init="scratch", steps=4,
+        batch_size=4, seq_len=48, lr=1e-2, warmup_steps=2, eval_rows=4, save_every=2, log_every=1, keep=9), **changes})
 
 
 def state_of(folder):
@@ -1395,9 +1396,11 @@ def edit_checkpoint(path, change):
 
 @pytest.mark.parametrize("change, says", [
     (lambda s: s.pop("model.layers.2.mlp.experts.1.up_proj.weight"), "experts.1.up_proj.weight is missing"),
-    (lambda s: s.update({"model.layers.2.enorm.weight": torch.ones(5)}), r"enorm.weight has shape \(5,\), expected \(32,\)"),
+    (lambda s: s.update({"model.layers.2.enorm.weight": torch.ones(5)}),
+     r"enorm.weight has shape \(5,\), expected \(32,\)"),
     (lambda s: s["model.layers.2.eh_proj.weight"].fill_(math.nan), "eh_proj.weight holds nan"),
-    (lambda s: s.update({"model.layers.2.eh_proj.weight": torch.zeros(32, 64, dtype=torch.int8)}), "de-quantised"),
+    (lambda s: s.update({"model.layers.2.eh_proj.weight": torch.zeros(32, 64, dtype=torch.int8)}),
+     "de-quantised"),
     (lambda s: s.update({"model.layers.2.eh_proj.weight_scale_2": torch.ones(1)}), "weight_scale_2"),
 ])
 def test_an_incomplete_or_strange_mtp_layer_is_refused(change, says, tmp_path):
@@ -1411,7 +1414,7 @@ def test_an_incomplete_or_strange_mtp_layer_is_refused(change, says, tmp_path):
 def test_a_target_without_all_its_weights_is_refused(tmp_path):
     make_target(tmp_path / "t")
     edit_checkpoint(tmp_path / "t", lambda s: s.pop("model.layers.1.self_attn.q_proj.weight"))
-    with pytest.raises(ValueError, match="lacks weights of the target: model.layers.1.self_attn.q_proj.weight"):
+    with pytest.raises(ValueError, match="lacks weights of the target: .*1.self_attn.q_proj.weight"):
         load_target(tmp_path / "t")
 
 
@@ -1436,14 +1439,14 @@ def test_quantised_weights_are_dequantised(kind, code, tmp_path):
     from safetensors.torch import save_file
     torch.manual_seed(0)
     codes = (torch.randn(10, 14) * 5).clamp(-100, 100).to(code)
-    scale = {"blocks": torch.rand(3, 3), "rows": torch.rand(10), "column": torch.rand(10, 1), "scalar": torch.rand(())}[kind]
+    scale = torch.rand({"blocks": (3, 3), "rows": (10,), "column": (10, 1), "scalar": ()}[kind])
     name = "a.weight_scale_inv" if kind == "blocks" else "a.weight_scale"
     save_file({"a.weight": codes, name: scale}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [4, 6]}}')
     found = mtp.Checkpoint(tmp_path).read("a.weight")
     for i in range(10):  # element by element; the last block of rows and of columns is ragged
         for j in range(14):
-            one = scale[i // 4, j // 6] if kind == "blocks" else scale.flatten()[i if scale.numel() > 1 else 0]
+            one = scale[i // 4, j // 6] if kind == "blocks" else scale.flatten()[i % scale.numel()]
             assert found[i, j] == codes[i, j].float() * one
 
 
@@ -1469,7 +1472,8 @@ def test_a_draft_survives_saving_and_loading(tmp_path):
     loaded, meta = mtp.load_draft(tmp_path)
     assert (meta["ttt_length"], meta["recycle"], meta["format"], loaded.config) == (3, "pre", 1, model.config)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor) and loaded.state_dict()[name].dtype == tensor.dtype
+        found = loaded.state_dict()[name]
+        assert torch.equal(found, tensor) and found.dtype == tensor.dtype
     assert loaded.mlp.gate.weight.dtype == torch.float32
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -1491,7 +1495,7 @@ def test_hidden_states_are_the_ones_the_target_decodes_from(family, tie, tmp_pat
     """Each sample on its own, unpadded, through the whole model: its logits are lm_head of our states."""
     make_target(tmp_path / "t", family, mtp_layer=False, tie=tie)
     target = load_target(tmp_path / "t")
-    samples = [mtp.Sample("s", torch.arange(3, 3 + n), torch.ones(n, dtype=torch.bool)) for n in (5, 17, 9, 1)]
+    samples = [mtp.Sample("s", torch.arange(3, 3 + n), torch.arange(n) >= 0) for n in (5, 17, 9, 1)]
     for sample, state in zip(samples, target.states(samples, budget=20)):
         logits = target.model(sample.input_ids[None]).logits[0]
         ours = F.linear(state, target.lm_head)
@@ -1531,8 +1535,8 @@ def test_loss_is_on_assistant_tokens_only(marked):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = ("{% for m in messages %}{% if loop.last %}<|user|> {% endif %}{{ m['content'] }} "
-                               "{% endfor %}")
+    tokenizer.chat_template = ("{% for m in messages %}{% if loop.last %}<|user|> {% endif %}"
+                               "{{ m['content'] }} {% endfor %}")
     with pytest.raises(ValueError, match="renders message 1 differently"):
         mtp.encode_messages(MESSAGES, tokenizer)
 
@@ -1546,7 +1550,8 @@ def test_documents_are_read_cut_and_named(tmp_path, capsys):
     assert [len(s.input_ids) for s in samples] == [10, 10, 5, 10, 5, 10]
     assert [s.name for s in samples[:3]] == [f"{path}:1"] * 3 and samples[-1].name == str(text)
     said = capsys.readouterr().out
-    assert "4 documents skipped" in said and f"{path}:2 (under 5 tokens" in said and f"{path}:3 (neither text" in said
+    for part in ("4 documents skipped", f"{path}:2 (under 5 tokens", f"{path}:3 (neither text"):
+        assert part in said
     with pytest.raises(FileNotFoundError, match="does not exist"):
         mtp.read_samples([tmp_path / "c.txt"], make_tokenizer(), 10, 5)
     with pytest.raises(ValueError, match="no usable document"):
@@ -1610,7 +1615,8 @@ def test_drafting_changes_no_token(tiny, trained, K, recycle, zero):
     for prompt in ([5], [7, 9, 30, 11], list(range(4, 40))):
         plain = mtp.decode(target, prompt, 50)
         fast = mtp.decode(target, prompt, 50, mtp.Drafter(model, recycle, zero), K)
-        reference = target.model.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False, eos_token_id=-1)
+        reference = target.model.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False,
+                                          eos_token_id=-1)
         assert plain.answer == fast.answer == reference[0, len(prompt):].tolist()
         assert len(fast.ids) == len(prompt) + 1 + sum(fast.rounds) + len(fast.rounds)
         accepted += sum(fast.rounds)
@@ -1631,7 +1637,8 @@ def test_eval_on_generated_text_is_what_generate_measured(tiny, trained):
     run = mtp.Run(model, target, mtp.TrainConfig(ttt_length=K, micro_batch_size=3), mtp.Ranks(), "fa")
     found = run.evaluate(texts)
     assert found["walk"] == [sum(n > k for n in rounds) / len(rounds) for k in range(K)]
-    assert found["accept_len_walk"] == pytest.approx(1 + sum(rounds) / len(rounds), abs=1e-12) and sum(rounds) > 5
+    assert found["accept_len_walk"] == pytest.approx(1 + sum(rounds) / len(rounds), abs=1e-12)
+    assert sum(rounds) > 5
 
 
 def test_an_end_token_ends_the_answer_and_its_round_counts_whole(tiny, trained):
@@ -1676,7 +1683,8 @@ def test_learning_rate_warms_up_then_falls_to_its_floor():
     cfg = mtp.TrainConfig(lr=2.0, lr_floor=0.1, warmup_steps=4, steps=104)
     rates = [mtp.learning_rate(step, cfg) for step in range(105)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0 and rates[104] == pytest.approx(0.2)
-    assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5)) and rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rates[4:] == sorted(rates[4:], reverse=True)
 
 
 def test_resuming_is_bitwise_the_uninterrupted_run(tiny, tmp_path):
@@ -1695,18 +1703,18 @@ def test_resuming_is_bitwise_the_uninterrupted_run(tiny, tmp_path):
         assert {**a, "tokens_per_second": 0} == {**b, "tokens_per_second": 0}
 
 
-def run_cli(*arguments, ranks=0, env=None, **more):
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else [sys.executable]
-    return subprocess.Popen([*start, str(HERE / "mtp.py"), *map(str, arguments)], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-                            **more)
+def run_cli(*arguments, ranks=0):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+    return subprocess.Popen([sys.executable, *launcher, str(HERE / "mtp.py"), *map(str, arguments)], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def flags(tiny, out, **changes):
     cfg = options(tiny, out, **changes)
     found = ["--target", cfg.target, "--data", *cfg.data]
-    for name in ("out", "device", "init", "steps", "batch_size", "seq_len", "lr", "warmup_steps", "eval_rows", "save_every",
-                 "log_every", "keep", "backend", *changes):
+    for name in ("out", "device", "init", "steps", "batch_size", "seq_len", "lr", "warmup_steps", "eval_rows",
+                 "save_every", "log_every", "keep", "backend", *changes):
         if getattr(cfg, name) is not None:
             found += ["--" + name.replace("_", "-"), str(getattr(cfg, name))]
     return found
@@ -1714,19 +1722,20 @@ def flags(tiny, out, **changes):
 
 @pytest.mark.parametrize("when", ["between", "in a save"])
 def test_kill_9_loses_nothing_since_the_last_state(tiny, tmp_path, when):
-    """A run is killed by SIGKILL, between steps or in the middle of writing step 4's state; the next start resumes
-    from step 2 and ends bitwise where an uninterrupted run ends."""
+    """A run is killed by SIGKILL, between steps or in the middle of writing step 4's state; the next start
+    resumes from step 2 and ends bitwise where an uninterrupted run ends."""
     mtp.train(options(tiny, tmp_path / "whole", steps=6))
     if when == "in a save":
         code = ("import os, signal, mtp, sys, torch.distributed.checkpoint as dcp\nsave = dcp.save\n"
                 "def dying(state, checkpoint_id):\n"
                 "    if 'step-4' in str(checkpoint_id):\n"
-                "        checkpoint_id.mkdir()\n        (checkpoint_id / '__0_0.distcp').write_bytes(b'half')\n"
+                "        checkpoint_id.mkdir()\n"
+                "        (checkpoint_id / '__0_0.distcp').write_bytes(b'half')\n"
                 "        os.kill(os.getpid(), signal.SIGKILL)\n"
                 "    save(state, checkpoint_id=checkpoint_id)\n"
                 "dcp.save = dying\nmtp.main(sys.argv[1:])")
-        run = subprocess.run([sys.executable, "-c", code, *flags(tiny, tmp_path / "killed", steps=6)], cwd=HERE,
-                             capture_output=True)
+        run = subprocess.run([sys.executable, "-c", code, *flags(tiny, tmp_path / "killed", steps=6)],
+                             cwd=HERE, capture_output=True)
         assert run.returncode == -signal.SIGKILL
         assert [p.name for p in mtp.saved_states(tmp_path / "killed")] == ["step-2"]
     else:
@@ -1756,7 +1765,8 @@ def test_a_sample_that_is_not_finite_is_skipped_counted_and_named(tiny, tmp_path
     poisoned, real = f"{tiny[1]}:6", mtp.Target.states
 
     def states(self, samples, **more):
-        return [h * math.nan if s.name == poisoned else h for s, h in zip(samples, real(self, samples, **more))]
+        found = real(self, samples, **more)
+        return [h * math.nan if s.name == poisoned else h for s, h in zip(samples, found)]
 
     monkeypatch.setattr(mtp.Target, "states", states)
     mtp.train(options(tiny, tmp_path / "run", steps=12))
@@ -1817,7 +1827,7 @@ def test_torchrun_trains_what_one_process_trains(tiny, tmp_path, ranks, backend)
     a, b = (mtp.load_draft(tmp_path / run)[0].state_dict() for run in ("one", "many"))
     for name in a:  # fp32, 4 AdamW steps: what rounding in the order of sums leaves
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-4, msg=lambda m: f"{name}: {m}")
-    last = [json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[0]) for run in ("one", "many")]
+    last = [json.loads((tmp_path / run / "metrics.jsonl").open().readline()) for run in ("one", "many")]
     assert last[0]["loss"] == pytest.approx(last[1]["loss"], rel=1e-5)
     assert last[0]["grad_norm"] == pytest.approx(last[1]["grad_norm"], rel=1e-4) and one
 
@@ -1825,7 +1835,8 @@ def test_torchrun_trains_what_one_process_trains(tiny, tmp_path, ranks, backend)
 def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path):
     mtp.train(options(tiny, tmp_path / "scratch", steps=3))
     mtp.train(options(tiny, tmp_path / "warm", steps=3, init="warm"))
-    bias = {run: mtp.load_draft(tmp_path / run)[0].mlp.gate.e_score_correction_bias for run in ("scratch", "warm")}
+    bias = {run: mtp.load_draft(tmp_path / run)[0].mlp.gate.e_score_correction_bias
+            for run in ("scratch", "warm")}
     assert bias["scratch"].abs().max() > 0.005 and bias["scratch"].mean().abs() < 1e-7
     target = load_target(tiny[0])
     assert torch.equal(bias["warm"], mtp.make_draft(mtp.TrainConfig(init="warm"), target, mtp.Ranks())[0]
@@ -1888,8 +1899,9 @@ def test_eval_and_generate_commands(tiny, trained, capsys):
     assert mtp.main(["eval", "--draft", str(trained), "--data", tiny[1], "--seq-len", "48"]) == 0
     said = capsys.readouterr().out
     assert "accept_len_walk" in said and "accepted per position" in said
-    assert mtp.main(["generate", "--draft", str(trained), "--prompt", "w3 w4 w5", "--max-new-tokens", "20"]) == 0
+    generate = ["generate", "--draft", str(trained), "--max-new-tokens", "20", "--prompt"]
+    assert mtp.main([*generate, "w3 w4 w5"]) == 0
     said = capsys.readouterr().out
     assert "lossless: token for token" in said and "tokens/s: " in said
-    assert mtp.main(["generate", "--draft", str(trained), "--prompt", "w3", "--chat", "--max-new-tokens", "20"]) == 0
+    assert mtp.main([*generate, "w3", "--chat"]) == 0
     assert "lossless" in capsys.readouterr().out
