@@ -1352,7 +1352,8 @@ def tiny(tmp_path_factory):
 def options(tiny, out, **changes):
     return mtp.TrainConfig(**{**dict(
         target=str(tiny[0]), data=[tiny[1]], out=str(out), device="cpu", init="scratch", steps=4,
-        batch_size=4, seq_len=48, lr=1e-2, warmup_steps=2, eval_rows=4, save_every=2, log_every=1, keep=9), **changes})
+        batch_size=4, seq_len=48, lr=1e-2, warmup_steps=2, eval_rows=4, save_every=2, log_every=1, keep=9),
+        **changes})
 
 
 def state_of(folder):
@@ -1705,8 +1706,8 @@ def test_resuming_is_bitwise_the_uninterrupted_run(tiny, tmp_path):
 
 def run_cli(*arguments, ranks=0):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
-    return subprocess.Popen([sys.executable, *launcher, str(HERE / "mtp.py"), *map(str, arguments)], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    command = [sys.executable, *launcher, str(HERE / "mtp.py"), *map(str, arguments)]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
