@@ -771,6 +771,7 @@ LAYOUTS = {
         "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
         "self_attn.": "attention.", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"},
 }
+SCALES = (".weight_scale_inv", ".weight_scale")  # of blocks; of rows, or scalar
 DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without an MTP layer; convert.py writes them as MoE models
 
 def native_views(state, family, prefix):
@@ -799,6 +800,7 @@ class Checkpoint:
         self.config = json.loads((self.path / "config.json").read_text())
         self.files = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(
             self._open(single.name).keys(), single.name)
+        self.block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (1, 1)
         G, H = (self.config.get(f"num_{kind}_heads") or 1 for kind in ("key_value", "attention"))
         self.parts = {stored.replace("query_key_value", f"{part}_proj"): (stored, [H, G, G], i)
                       for stored in self.files if ".attention.query_key_value." in stored
@@ -808,36 +810,37 @@ class Checkpoint:
         from safetensors import safe_open
         return safe_open(self.path / file, "pt")
 
+    def _raw(self, name):
+        return self._open(self.files[name]).get_tensor(name)
+
     def read(self, name):
         if name in self.parts:
             stored, heads, i = self.parts[name]
             tensor = self.read(stored)
             return tensor.split([n * (len(tensor) // sum(heads)) for n in heads])[i]
-        raw = lambda name: self._open(self.files[name]).get_tensor(name)  # noqa: E731
-        tensor, stem = raw(name), name.removesuffix("weight")
-        scales = [other for other in self.files if other.startswith(stem) and "scale" in other[len(stem):]]
+        tensor, stem = self._raw(name), name.removesuffix(".weight")
+        scales = [n for n in self.files if n.startswith(stem + ".") and "scale" in n[len(stem):]]
         if tensor.dtype.itemsize > 1 and not scales:
             return tensor
-        known = scales in ([stem + "weight_scale_inv"], [stem + "weight_scale"])
+        known = scales in [[stem + suffix] for suffix in SCALES]
         require(known and tensor.dtype in (torch.float8_e4m3fn, torch.int8), f"{name} is {tensor.dtype} with "
                 f"scales {scales or 'none'}: only float8_e4m3fn or int8 with weight_scale_inv (blocks) or "
                 "weight_scale (rows, scalar) can be de-quantised")
-        scale = raw(scales[0]).float()
+        scale = self._raw(scales[0]).float()
         if scales[0].endswith("_inv"):
-            block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (1, 1)
-            fitting = [-(-size // b) for size, b in zip(tensor.shape, block)]
+            fitting = [-(-size // b) for size, b in zip(tensor.shape, self.block)]
             require(list(scale.shape) == fitting, f"{scales[0]} is {tuple(scale.shape)}, but blocks of "
-                    f"{tuple(block)} (weight_block_size) in {tuple(tensor.shape)} make {tuple(fitting)}")
+                    f"{tuple(self.block)} (weight_block_size) in {tuple(tensor.shape)} make {tuple(fitting)}")
             for dim in (0, 1):  # the last block of each side may be ragged
-                scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, tensor.shape[dim])
+                scale = scale.repeat_interleave(self.block[dim], dim).narrow(dim, 0, tensor.shape[dim])
         return tensor.float() * (scale[:, None] if scale.dim() == 1 and len(scale) > 1 else scale)
 
-def mtp_prefix(checkpoint):
-    """'model.layers.N.' if the checkpoint holds an MTP layer there, else None."""
-    N = checkpoint.config["num_hidden_layers"]
-    if any(name.startswith(f"model.layers.{N + 1}.") for name in checkpoint.files):
-        warnings.warn(f"{checkpoint.path} has more than one MTP layer; the first, layer {N}, is used")
-    return f"model.layers.{N}." if any(n.startswith(f"model.layers.{N}.") for n in checkpoint.files) else None
+def mtp_prefix(config, names):
+    """'model.layers.N.' if a checkpoint (config.json's dict, tensor names) has an MTP layer, else None."""
+    here, next_one = (f"model.layers.{config['num_hidden_layers'] + i}." for i in (0, 1))
+    if any(name.startswith(next_one) for name in names):
+        warnings.warn(f"the checkpoint has more than one MTP layer; the first, {here[:-1]}, is used")
+    return here if any(name.startswith(here) for name in names) else None
 
 @torch.no_grad()
 def warm_start(model, checkpoint, prefix):
@@ -888,7 +891,7 @@ def load_draft(path):
     model.to(state["eh_proj.weight"].dtype).load_state_dict(state)
     return model, meta
 
-def target_draft_config(config, names, **sizes):
+def read_target_config(config, names, **sizes):
     """MTPConfig of the draft for a target (config.json's dict, tensor names); `sizes`: of dense targets."""
     family = config.get("model_type")
     if family in DENSE:
@@ -950,7 +953,7 @@ class Target:
         self.checkpoint = Checkpoint(self.path)
         self.config, self.sha256 = self.checkpoint.config, sha256(self.path / "config.json")
         sizes = {name: getattr(cfg, name, None) for name in SIZES}
-        self.draft_config = target_draft_config(self.config, self.checkpoint.files, **sizes)  # before loading
+        self.draft_config = read_target_config(self.config, self.checkpoint.files, **sizes)  # before loading
         options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
         self.model, info = AutoModelForCausalLM.from_pretrained(
@@ -1543,7 +1546,7 @@ def open_target(cfg, ranks):
 
 def make_draft(cfg, target, ranks):
     """(model, "warm" or "scratch"): the draft on its device, with the target's embedding and head."""
-    prefix = mtp_prefix(target.checkpoint) if target.config["model_type"] not in DENSE else None
+    prefix = mtp_prefix(target.config, target.checkpoint.files)
     require(prefix or cfg.init != "warm", f"--init warm, but {target.path} has no MTP layer, "
             f"layer {target.config['num_hidden_layers']}. --init scratch trains a new one")
     init = "warm" if prefix and cfg.init != "scratch" else "scratch"

@@ -1430,8 +1430,9 @@ def test_warm_without_a_layer_is_refused_and_auto_starts_from_scratch(tmp_path):
 def test_a_second_mtp_layer_is_announced(tmp_path):
     make_target(tmp_path / "t")
     edit_checkpoint(tmp_path / "t", lambda s: s.update({"model.layers.3.enorm.weight": torch.ones(32)}))
-    with pytest.warns(UserWarning, match="more than one MTP layer; the first, layer 2"):
-        assert mtp.mtp_prefix(mtp.Checkpoint(tmp_path / "t")) == "model.layers.2."
+    with pytest.warns(UserWarning, match="more than one MTP layer; the first, model.layers.2,"):
+        found = mtp.Checkpoint(tmp_path / "t")
+        assert mtp.mtp_prefix(found.config, found.files) == "model.layers.2."
 
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "column", "scalar"])
@@ -1517,7 +1518,7 @@ def test_the_demo_layer_stack_is_the_model_transformers_loads(tmp_path, monkeypa
     mtp.save_demo_target(tmp_path / "demo", model, make_tokenizer())
     target, ids = load_target(tmp_path / "demo"), torch.randint(62, (2, 21))
     torch.testing.assert_close(model(ids)[0], target.model(ids).logits, rtol=1e-4, atol=1e-5)
-    assert mtp.mtp_prefix(target.checkpoint) is None
+    assert mtp.mtp_prefix(target.config, target.checkpoint.files) is None
 
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"},
