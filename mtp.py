@@ -1,61 +1,66 @@
 """mtp.py - train multi-token-prediction (MTP) drafters exactly as serving engines run them.
 
-An MTP draft is one decoder layer that proposes the next few tokens of a frozen target model. One step, for all rows t:
+A draft is one decoder layer that proposes the next few tokens of a frozen target model. One step, all rows t:
 
-      x[t+1+k] -> embed* -> enorm -.
-                                   cat -> eh_proj -> z -> + attention -> + MoE -> r -> final norm -> n -> lm_head*
-      g[t]     ---------->  hnorm -'                      GQA, QK-norm,   sigmoid                     |     |
-        ^                                                 RoPE at t+k     router                      |   logits of
-        |                                                                                             |   x[t+2+k]
-        '--- step 0: h[t], the target's last hidden state;  step k: n (or r) of step k-1 <------------'
-                                                                                    * the target's, frozen
-Training is test-time training (TTT): K such steps in a row, each fed with the output of the one before, the keys and
-values of all steps kept, so that what is trained is what is later served, token by token.
+  x[t+1+k] -> embed* -> enorm -.
+                               cat -> eh_proj -> z -> + attention -> + MoE -> r -> final norm -> n -> lm_head*
+  g[t]     -----------> hnorm -'                      GQA, QK-norm,   sigmoid                    |  logits of
+   ^                                                  RoPE at t+k     router                     |  x[t+2+k]
+   '--- step 0: h[t], the target's last hidden state; step k: n (or r) of step k-1 --------------'  * frozen
 
-      torchrun mtp.py                                             demo on a CPU: builds a small target, trains, evaluates
-      torchrun mtp.py --target DIR --data F.jsonl --backend fa    one GPU, a GLM-4.x or Hunyuan 3 checkpoint
-      torchrun --nproc-per-node 8 mtp.py --backend usp ...        one long sequence split over 8 GPUs
-      python mtp.py eval --draft DIR                              acceptance on held-out text
-      python mtp.py generate --draft DIR --prompt TEXT            lossless speculative decoding
-      python mtp.py generate-data --target DIR --prompts F --out O    the target's own answers, to train on
+Training is test-time training (TTT): K such steps in a row, each fed with the output of the one before, the
+keys and values of all steps kept: what is trained is what is later served, token by token.
+
+  torchrun mtp.py                                           demo on a CPU: builds a target, trains, evaluates
+  torchrun mtp.py --target DIR --data F.jsonl --backend fa  one GPU, a GLM-4.x or Hunyuan 3 checkpoint
+  torchrun --nproc-per-node 8 mtp.py --backend usp ...      one long sequence split over 8 GPUs
+  python mtp.py eval --draft DIR                            acceptance on held-out text
+  python mtp.py generate --draft DIR --prompt TEXT          lossless speculative decoding
 
 Row t is the root of its own draft chain. What step k = 0..K-1 does in row t (h_t has seen x_0..x_t):
 
-      | embeds    | hidden in      | RoPE position | predicts  | teacher                     | keys it sees
-      | x_{t+1+k} | h_t or d_t^k-1 | t + k         | x_{t+2+k} | softmax(lm_head h_{t+1+k})  | step 0: rows <= t;
-      |           |                |               |           |                             | steps 1..k: row t only
+  | embeds    | hidden in       | RoPE position | predicts  | teacher                    | sees keys of
+  | x_{t+1+k} | h_t, or d_t^k-1 | t + k         | x_{t+2+k} | softmax(lm_head h_{t+1+k}) | step 0: rows <= t,
+  |           |                 |               |           |                            | steps 1..k: row t
 
-Glossary, code name = symbol: B batch, T tokens, C hidden_size, V vocab_size, H query heads, G key/value heads, D head_dim,
-E n_routed_experts, A num_experts_per_tok, F moe_intermediate_size, K ttt_length, P ranks of a sequence group. Attention
-tensors are (B, T, H, D) throughout. "fp32" means at least fp32: a float64 model is float64 everywhere.
+Glossary: B batch, T tokens, C hidden_size, V vocab_size, H query heads, G key/value heads, D head_dim, N any
+rows, E n_routed_experts, A num_experts_per_tok, F moe_intermediate_size, K ttt_length, P ranks of a sequence.
+Attention tensors are (B, T, H, D). "fp32" is at least fp32: a float64 model stays float64.
 
-The method is the MTP drafter of AngelSpec (Tencent, 2026); recycled-hidden training goes back to EAGLE, sequence exchange
-to DeepSpeed Ulysses. This file is an independent implementation.
+The method is the MTP drafter of AngelSpec (Tencent, 2026); recycled hidden states go back to EAGLE, the
+exchange between ranks to DeepSpeed Ulysses. This file is an independent implementation.
 """
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, lru_cache, partial
+from dataclasses import MISSING, dataclass, fields
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+try:
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+    FLEX_MISSING = None
+except ImportError as error:
+    FLEX_MISSING = f"torch {torch.__version__} cannot return FlexAttention's lse ({error})"
 
+def require(holds, message):
+    if not holds:
+        raise ValueError(message)
 
-# ---- Config -----------------------------------------------------------------------------------------------------------
+# ---- Config ------------------------------------------------------------------------------------------------
 
-UNFIT = {"deepseek_v3": "MLA attention", "deepseek_v32": "MLA attention", "glm4_moe_lite": "MLA attention",
-         "qwen3_next": "a softmax router and gated attention", "mimo": "a dense MTP layer",
-         "bailing_hybrid": "linear attention"}
-
+HY_V3_KEYS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
+              "expert_hidden_dim": "moe_intermediate_size", "router_scaling_factor": "routed_scaling_factor",
+              "route_norm": "norm_topk_prob", "qk_norm": "use_qk_norm"}
 
 @dataclass
 class MTPConfig:
-    """Shape of a draft layer, in glm4_moe's spelling for every family. `from_hf` reads a target's config.json."""
+    """Shape of a draft layer, in glm4_moe's spelling for every family."""
     vocab_size: int
     hidden_size: int
     num_attention_heads: int
@@ -81,260 +86,188 @@ class MTPConfig:
     def __post_init__(self):
         H, G, E, A = (self.num_attention_heads, self.num_key_value_heads, self.n_routed_experts,
                       self.num_experts_per_tok)
+        usable = E // self.n_group * min(self.topk_group, self.n_group)
         rotary = int(self.head_dim * self.partial_rotary_factor)
-        for bad, what in ((H % G, f"num_attention_heads {H} must be a multiple of num_key_value_heads {G}"),
-                          (not 1 <= A <= E, f"num_experts_per_tok {A} must lie in 1..n_routed_experts ({E})"),
-                          (E % self.n_group, f"n_routed_experts {E} must be a multiple of n_group {self.n_group}"),
-                          (self.n_group > 1 and E // self.n_group < 2, "a router group needs two experts or more"),
-                          (A > E // self.n_group * self.topk_group,
-                           f"topk_group {self.topk_group} leaves fewer than num_experts_per_tok {A} experts"),
-                          (rotary % 2 or rotary < 2, f"RoPE turns {rotary} of {self.head_dim} dims: must be even")):
-            if bad:
-                raise ValueError(f"MTPConfig: {what}")
+        require(H % G == 0, f"num_attention_heads {H} must be a multiple of num_key_value_heads {G}")
+        require(E % self.n_group == 0 and (self.n_group == 1 or E >= 2 * self.n_group),
+                f"n_routed_experts {E} cannot be n_group {self.n_group} equal groups of at least two")
+        require(1 <= A <= usable, f"num_experts_per_tok {A} is not in 1..{usable}, all topk_group allows")
+        require(rotary > 0 and rotary % 2 == 0, f"RoPE turns {rotary} of {self.head_dim} dims, must be even")
 
     @classmethod
     def from_hf(cls, config, names=None):
-        """Read a target's config.json (a dict) of family glm4_moe or hy_v3.
-
-        `names`: names of the checkpoint's tensors, where known: they decide whether a hy_v3 layer has QK-norm when
-        its config does not say. Raises ValueError for a family or RoPE type that this layer cannot express."""
-        family = config.get("model_type")
-        if family not in ("glm4_moe", "hy_v3"):
-            raise ValueError(f"model_type {family!r} has no MTP layer of this shape"
-                             + (f" (it has {UNFIT[family]})" if family in UNFIT else "")
-                             + "; supported: glm4_moe, hy_v3")
-        if config.get("hidden_act", "silu") != "silu" or config.get("mlp_bias"):
-            raise ValueError(f"experts must be silu(gate) * up without bias, the config has hidden_act "
-                             f"{config.get('hidden_act')!r}, mlp_bias {config.get('mlp_bias')!r}")
-        same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok",
-                "rms_norm_eps", "initializer_range", "max_position_embeddings", "model_type", "attention_bias")
-        values = {name: config[name] for name in same if config.get(name) is not None}
-        theta, rotary = read_rope(config)
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        values |= dict(head_dim=head_dim, rope_theta=theta)
-        read = _from_glm4_moe if family == "glm4_moe" else _from_hy_v3
-        values |= {name: value for name, value in read(config, rotary, names).items() if value is not None}
-        missing = [f.name for f in fields(cls) if f.default is f.default_factory and f.name not in values]
-        if missing:
-            raise ValueError(f"the {family} config has no value for {', '.join(missing)}")
-        return cls(**values)
-
-
-def _from_glm4_moe(config, rotary, names):
-    same = ("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "routed_scaling_factor",
-            "norm_topk_prob", "n_group", "topk_group")
-    return {name: config.get(name) for name in same} | dict(
-        partial_rotary_factor=0.5 if rotary is None else rotary, use_qk_norm=bool(config.get("use_qk_norm", False)))
-
-
-def _from_hy_v3(config, rotary, names):
-    qk_norm = config.get("qk_norm")
-    if qk_norm is None:  # transformers' HYV3Config has no such key and always norms; vLLM reads a missing one as False
-        qk_norm = True if names is None else any(name.endswith("self_attn.q_norm.weight") for name in names)
-        warnings.warn(f"hy_v3 config without qk_norm: taken as {qk_norm}"
-                      + (", as transformers does" if names is None else ", by the checkpoint's q_norm tensors"))
-    if config.get("route_norm") is None:
-        warnings.warn("hy_v3 config without route_norm: taken as True, as transformers does")
-    width = config.get("expert_hidden_dim") or config.get("moe_intermediate_size")
-    return dict(n_routed_experts=config.get("num_experts"), n_shared_experts=config.get("num_shared_experts"),
-                moe_intermediate_size=width, routed_scaling_factor=config.get("router_scaling_factor"),
-                norm_topk_prob=config.get("route_norm", True), use_qk_norm=bool(qk_norm),
-                partial_rotary_factor=1.0 if rotary is None else rotary)
-
+        """Read a target's config.json, a dict. `names`: its tensors' names, which tell whether a hy_v3 layer
+        has QK-norm if the config does not. ValueError for a family, RoPE or expert that does not fit."""
+        family, hy_v3 = config.get("model_type"), config.get("model_type") == "hy_v3"
+        require(hy_v3 or family == "glm4_moe", f"model_type {family!r} is neither glm4_moe nor hy_v3; MLA, "
+                "softmax routers and dense MTP layers do not fit this draft")
+        config = {HY_V3_KEYS.get(key, key) if hy_v3 else key: value for key, value in config.items()
+                  if value is not None}
+        act, bias = config.get("hidden_act", "silu"), config.get("mlp_bias", False)
+        require(act == "silu" and not bias, "experts must be silu(gate) * up without bias, the config has "
+                f"hidden_act {act!r}, mlp_bias {bias!r}")
+        default = dict(use_qk_norm=False, partial_rotary_factor=0.5)
+        if hy_v3:  # transformers writes neither key and does both, vLLM would read a missing qk_norm as False
+            q_norm = names is None or any(name.endswith("self_attn.q_norm.weight") for name in names)
+            default = dict(use_qk_norm=q_norm, norm_topk_prob=True)
+            for name in default.keys() - config.keys():
+                warnings.warn(f"the hy_v3 config does not say {name}: taken as {default[name]}")
+        found = default | {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        found["rope_theta"], rotary = read_rope(config)
+        found |= {} if rotary is None else {"partial_rotary_factor": rotary}
+        found.setdefault("head_dim", found.get("hidden_size", 0) // found.get("num_attention_heads", 1))
+        lost = [f.name for f in fields(cls) if f.default is MISSING and f.name not in found]
+        require(not lost, f"the {family} config has no value for {', '.join(lost)}")
+        return cls(**found)
 
 def read_rope(config):
-    """(rope_theta, partial_rotary_factor or None) from the top level or from rope_parameters / rope_scaling."""
-    nested = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope_type {kind!r} is not supported; only 'default' (plain RoPE) is")
-    found = []
-    for name in ("rope_theta", "partial_rotary_factor"):
-        values = {float(place[name]) for place in (config, nested) if place.get(name) is not None}
-        if len(values) > 1:
-            raise ValueError(f"{name} has two values in the config: {sorted(values)}")
-        found.append(values.pop() if values else None)
-    if found[0] is None:
-        raise ValueError("the config has no rope_theta, neither at the top level nor in rope_parameters")
-    return found
+    """rope_theta, partial_rotary_factor or None: from the top level, rope_parameters or rope_scaling."""
+    config = config | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    kind = config.get("rope_type", config.get("type", "default"))
+    require(kind == "default", f"rope_type {kind!r} is not supported; only 'default' (plain RoPE) is")
+    require(config.get("rope_theta"), "the config has no rope_theta, neither on top nor in rope_parameters")
+    return float(config["rope_theta"]), config.get("partial_rotary_factor")
 
-
-# ---- Small operations -------------------------------------------------------------------------------------------------
+# ---- Small operations --------------------------------------------------------------------------------------
 
 def fp32(dtype):
     """At least float32: what norms, routers, softmaxes and sums run in."""
     return torch.promote_types(dtype, torch.float32)
 
+def halves(x):
+    return x[:len(x) // 2], x[len(x) // 2:]
 
-def rope_tables(position_ids, config, dtype):
-    """cos, sin (B, T, 1, rotary / 2) of RoPE for positions (B, T); angles at least fp32, then cast to `dtype`."""
-    rotary = int(config.head_dim * config.partial_rotary_factor)
-    exponent = torch.arange(0, rotary, 2, dtype=fp32(dtype), device=position_ids.device) / rotary
-    angle = position_ids.to(fp32(dtype))[..., None, None] * (1.0 / config.rope_theta ** exponent)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+def window(x, start, stop):
+    """A copy of x[:, start:stop], (B, stop - start, ...), zeros where x has ended."""
+    part = x[:, start:stop]
+    return torch.cat([part, part.new_zeros(len(x), stop - start - part.shape[1], *x.shape[2:])], dim=1)
 
-
-def apply_rope(x, cos, sin):
-    """Half-split rotation of the first 2 * cos.shape[-1] dims of x (B, T, H, D); the rest passes through."""
-    half = cos.shape[-1]
-    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+def rope(x, position_ids, config):
+    """Turn the first partial_rotary_factor * D dims of x (B, T, H, D), half-split, by position_ids (B, T).
+    Angles are fp32, cos and sin are then cast to x's dtype, as transformers and vLLM do."""
+    D, dtype = x.shape[-1], fp32(x.dtype)
+    half = int(D * config.partial_rotary_factor) // 2
+    frequency = 1.0 / config.rope_theta ** (torch.arange(half, dtype=dtype, device=x.device) / half)
+    angle = position_ids.to(dtype)[..., None, None] * frequency  # (B, T, 1, half)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b, rest = x.split([half, half, D - 2 * half], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
-
 class Documents:
-    """Which rows of a batch belong together. doc_ids (B, T), any integers: a document is a maximal run of equal values;
-    negative = padding. None = every row of the batch is one document.
-
-    run (B, T) numbers the documents, -1 in padding; position_ids (B, T) counts from each document's start."""
-
+    """Which rows belong together. doc_ids (B, T): a document is a maximal run of equal values, negative is
+    padding; None: each row of the batch is one. run (B, T) numbers documents from 1, -1 in padding;
+    position_ids (B, T) counts from each document's start."""
     def __init__(self, doc_ids, batch, length, device):
-        self.whole = doc_ids is None
         rows = torch.arange(length, device=device).expand(batch, length)
-        if self.whole:
-            self.run, self.position_ids = torch.zeros_like(rows), rows
-            return
-        first = torch.ones(batch, length, dtype=torch.bool, device=device)
-        first[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
-        self.run = first.cumsum(1).masked_fill(doc_ids < 0, -1)
-        self.position_ids = rows - torch.where(first, rows, 0).cummax(1).values
+        self.whole = doc_ids is None
+        doc_ids = torch.zeros_like(rows) if self.whole else doc_ids
+        self.first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
+        self.run = self.first.cumsum(1).masked_fill(doc_ids < 0, -1)
+        self.position_ids = rows - torch.where(self.first, rows, 0).cummax(1).values
+
+    def has_later(self, by):
+        """(B, T) bool: does token t + by exist and lie in row t's document?"""
+        return (self.run >= 0) & (window(self.run, by, by + self.run.shape[1]) == self.run)
 
     @cached_property
     def segments(self):
-        """[(b, start, stop)] of all documents, for kernels that take one at a time (reads the tensor: CPU only)."""
-        found = []
-        for b, run in enumerate(self.run):
-            _, sizes = torch.unique_consecutive(run, return_counts=True)
-            stops = sizes.cumsum(0).tolist()
-            found += [(b, start, stop) for start, stop in zip([0] + stops, stops) if run[start] >= 0]
-        return found
-
-    def visible(self):
-        """(B, T, T) bool: may row i see the step-0 key of row j?"""
-        T = self.run.shape[1]
-        causal = torch.ones(T, T, dtype=torch.bool, device=self.run.device).tril()
-        same = (self.run[:, :, None] == self.run[:, None, :]) & (self.run >= 0)[:, None, :]
-        return causal if self.whole else causal & same
+        """Index of every document, for kernels that take one at a time. Reads the tensors: for a CPU."""
+        if self.whole:
+            return [(slice(None), slice(None))]
+        starts = self.first.nonzero().tolist()  # [b, start], b ascending
+        stops = [j or self.run.shape[1] for _, j in starts[1:] + [[0, 0]]]
+        return [(slice(b, b + 1), slice(i, j)) for (b, i), j in zip(starts, stops) if self.run[b, i] >= 0]
 
     @cached_property
     def block_mask(self):
         """FlexAttention's BlockMask. One head: the mask is the same for all of them."""
-        from torch.nn.attention.flex_attention import create_block_mask
         run, (B, T) = self.run, self.run.shape
+        return create_block_mask(lambda b, h, i, j: (i >= j) & (run[b, i] == run[b, j]) & (run[b, j] >= 0),
+                                 B, None, T, T, device=run.device, _compile=run.is_cuda)
 
-        def causal(b, h, i, j):
-            return i >= j
-
-        def document(b, h, i, j):
-            return (i >= j) & (run[b, i] == run[b, j]) & (run[b, j] >= 0)
-
-        return create_block_mask(causal if self.whole else document, None if self.whole else B, None, T, T,
-                                 device=run.device, _compile=run.is_cuda)
-
-
-# ---- Attention --------------------------------------------------------------------------------------------------------
+# ---- Attention ---------------------------------------------------------------------------------------------
 #
-# The mask of the TTT attention, rows t down, keys across (T = 4, step k = 2). A query of row t sees the step-0 keys of rows
-# <= t of its document and, of each later step, only the key of its own row: its own chain.
+# The mask of the TTT attention, rows t down, keys across (T = 4, step k = 2). A query of row t sees the keys
+# of step 0 of rows <= t of its document and, of each later step, only the key of its own row: its own chain.
 #
-#            step 0     step 1     step 2            Block 0 is ordinary causal attention, o_0 and lse_0. What steps
-#         t: 0 1 2 3    0 1 2 3    0 1 2 3           1..k add is one score per row, s_j = scale * <q, k_j[t]>:
-#         0  x . . .    x . . .    x . . .
-#         1  x x . .    . x . .    . x . .               lse = logsumexp(lse_0, s_1, .., s_k)
-#         2  x x x .    . . x .    . . x .               out = exp(lse_0 - lse) o_0 + sum_j exp(s_j - lse) v_j[t]
-#         3  x x x x    . . . x    . . . x
+#        step 0     step 1     step 2         Block 0 is ordinary causal attention, o_0 and lse_0. What steps
+#     t: 0 1 2 3    0 1 2 3    0 1 2 3        1..k add is one score per row, s_j = scale * <q, k_j[t]>:
+#     0  x . . .    x . . .    x . . .
+#     1  x x . .    . x . .    . x . .             lse = logsumexp(lse_0, s_1, .., s_k)
+#     2  x x x .    . . x .    . . x .             out = exp(lse_0 - lse) o_0 + sum_j exp(s_j - lse) v_j[t]
+#     3  x x x x    . . . x    . . . x
 #
-# which is what a serving engine computes when it drafts k tokens after a verified prefix. Backward, with the MERGED out and
-# lse and w_j = exp(s_j - lse): dv_j = w_j dO, ds_j = w_j <dO, v_j - out>, dq += scale ds_j k_j, dk_j = scale ds_j q, the last
-# two summed over the query heads that share a key/value head. Block 0 likewise: its ordinary backward, given the merged out
-# and lse, yields exact dq, dK_0, dV_0 (given its own out and lse it yields a wrong dq and dK_0 and a right dV_0).
+# which is what a serving engine computes when it drafts k tokens after a verified prefix. Backward, with the
+# MERGED out and lse and w_j = exp(s_j - lse): dv_j = w_j dO, ds_j = w_j <dO, v_j - out>, dk_j = scale ds_j q,
+# dq += scale ds_j k_j; dk_j, dv_j are summed over the query heads that share a key/value head. Block 0 too:
+# its backward, given the merged out and lse, is exact. (Given its own, dq and dK_0 are wrong, dV_0 is right.)
 #
-# Every backend: attend(q, k, v, past_k, past_v, docs, group) -> (out, past_k, past_v). q (B, T, H, D), k and v (B, T, G, D) of
-# this step; past_k, past_v lists of the steps before (this step's are appended in what is returned); out (B, T, H, D).
-# Rows of padding see nothing in block 0: o_0 = 0, lse_0 = -inf.
+# Every backend: attend(q, k, v, past_k, past_v, docs, group) -> (out, past_k, past_v). q, out (B, T, H, D);
+# k, v (B, T, G, D) of this step; past_k, past_v lists of those of earlier steps, returned with this step's
+# added. Rows of padding see nothing in block 0: o_0 = 0, lse_0 = -inf.
 
 def attend_sdpa(q, k, v, past_k, past_v, docs, group=None):
-    """Dense masked scores over the step-0 keys, the diagonals of later steps appended. Memory grows with T * T."""
+    """Dense masked scores over the step-0 keys, the diagonals of later steps appended. Memory is T * T."""
     past_k, past_v = past_k + [k], past_v + [v]
     B, T, H, D = q.shape
     grouped = q.view(B, T, k.shape[2], -1, D)  # (B, T, G, H/G, D)
-    scores = torch.einsum("btgrd,bsgd->bgrts", grouped, past_k[0]).to(fp32(q.dtype)) * D ** -0.5
-    hidden = ~docs.visible()
-    scores = scores.masked_fill(hidden if hidden.dim() == 2 else hidden[:, None, None], -torch.inf)
-    chain = [torch.einsum("btgrd,btgd->bgrt", grouped, key).to(scores.dtype)[..., None] * D ** -0.5
-             for key in past_k[1:]]
-    scores = torch.cat([scores, *chain], dim=-1)  # (B, G, H/G, T, T + k)
-    empty = (scores == -torch.inf).all(-1, keepdim=True)  # softmax of nothing is nan: such rows give 0
-    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0).to(q.dtype)
-    out = torch.einsum("bgrts,bsgd->btgrd", weights[..., :T], past_v[0])
+    same = (docs.run[:, :, None] == docs.run[:, None, :]) & (docs.run >= 0)[:, None, :]
+    unseen = ~same.tril()[:, :, None, None]
+    scores = [torch.einsum("btgrd,bsgd->btgrs", grouped, past_k[0]).masked_fill(unseen, -torch.inf)]
+    scores += [torch.einsum("btgrd,btgd->btgr", grouped, key)[..., None] for key in past_k[1:]]
+    weights = (torch.cat(scores, -1).to(fp32(q.dtype)) * D ** -0.5).softmax(-1).to(q.dtype)
+    block_0 = weights[..., :T].masked_fill(unseen, 0.0)  # a row that sees nothing: nan -> 0
+    out = torch.einsum("btgrs,bsgd->btgrd", block_0, past_v[0])
     for j, value in enumerate(past_v[1:]):
-        out = out + weights[..., T + j].permute(0, 3, 1, 2)[..., None] * value[:, :, :, None]
+        out = out + weights[..., T + j, None] * value[:, :, :, None]
     return out.reshape(B, T, H, D), past_k, past_v
 
-
 def merge_ref(o_0, lse_0, q, ks, vs, scale):
-    """Merge block 0's attention with one key per row and later step; formula above.
-
-    o_0, q (B, T, H, D); lse_0 (B, T, H) natural log, at least fp32; ks, vs lists of (B, T, G, D).
-    Returns out (B, T, H, D) in q's dtype and lse (B, T, H)."""
-    B, T, H, D = q.shape
+    """Merge block 0's attention with one key per row and later step, see above. o_0, q (B, T, H, D), lse_0
+    (B, T, H), natural log, fp32; ks, vs lists of (B, T, G, D). Returns out (B, T, H, D) and lse (B, T, H)."""
     k, v = (torch.stack(x, dim=3).to(lse_0.dtype) for x in (ks, vs))  # (B, T, G, k, D)
-    s = scale * (q.view(B, T, k.shape[2], -1, D).to(k.dtype) @ k.mT)  # (B, T, G, H/G, k)
-    lse_0 = lse_0.view(s.shape[:-1])
-    lse = torch.logsumexp(torch.cat([lse_0[..., None], s], -1), -1)
-    out = (s - lse[..., None]).exp() @ v + (lse_0 - lse).exp()[..., None] * o_0.view(*s.shape[:-1], D).to(k.dtype)
-    return out.to(q.dtype).view(B, T, H, D), lse.view(B, T, H)
-
+    rows = (*k.shape[:3], -1, q.shape[-1])
+    q32, o_0, lse_0 = q.view(rows).to(k.dtype), o_0.view(rows).to(k.dtype), lse_0.view(*rows[:4], 1)
+    s = scale * q32 @ k.mT  # (B, T, G, H/G, k)
+    lse = torch.cat([lse_0, s], -1).logsumexp(-1, keepdim=True)
+    out = (lse_0 - lse).exp() * o_0 + (s - lse).exp() @ v
+    return out.view(q.shape).to(q.dtype), lse.view(q.shape[:3])
 
 def merge_backward_ref(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
-    """Backward of merge_ref: (dq, dks, dvs), dq being the part through s_j. Given o_0 and lse_0 also (do_0, dlse_0)."""
-    B, T, H, D = q.shape
+    """Backward of merge_ref: dq (the part through s_j), dks, dvs; given o_0 and lse_0 also do_0, dlse_0."""
     k, v = (torch.stack(x, dim=3).to(lse.dtype) for x in (ks, vs))
-    rows = (B, T, k.shape[2], -1, D)
+    rows = (*k.shape[:3], -1, q.shape[-1])
     q32, dout32, out32 = (x.view(rows).to(lse.dtype) for x in (q, dout, out))
-    w = (scale * (q32 @ k.mT) - lse.view(*q32.shape[:-1], 1)).exp()  # (B, T, G, H/G, k)
+    w = (scale * q32 @ k.mT - lse.view(*rows[:4], 1)).exp()  # (B, T, G, H/G, k)
     delta = (dout32 * out32).sum(-1, keepdim=True)
     ds = scale * w * (dout32 @ v.mT - delta)
-    dks, dvs = ((x.mT @ y).to(q.dtype).unbind(3) for x, y in ((ds, q32), (w, dout32)))
-    grads = (ds @ k).to(q.dtype).view(B, T, H, D), list(dks), list(dvs)
+    dks, dvs = (list((x.mT @ y).to(q.dtype).unbind(3)) for x, y in ((ds, q32), (w, dout32)))
+    dq = (ds @ k).view(q.shape).to(q.dtype)
     if o_0 is None:
-        return grads
-    w_0 = (lse_0 - lse).exp()
-    dlse_0 = w_0 * ((dout32 * o_0.view(dout32.shape).to(lse.dtype)).sum(-1, keepdim=True) - delta).view(w_0.shape)
-    return *grads, (w_0[..., None] * dout.to(lse.dtype)).to(q.dtype), dlse_0
-
+        return dq, dks, dvs
+    w_0 = (lse_0 - lse).view(*rows[:4], 1).exp()
+    dlse_0 = w_0 * ((dout32 * o_0.view(rows)).sum(-1, keepdim=True) - delta)
+    return dq, dks, dvs, (w_0 * dout32).view(q.shape).to(q.dtype), dlse_0.view(lse.shape)
 
 merge, merge_backward = merge_ref, merge_backward_ref
 
-
-def causal_block_cpu(q, k, v, scale):
-    """o (B, T, H, D), lse (B, T, H) of causal attention. A private op, the only CPU attention that gives its lse."""
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, True, scale=scale)
-    return o.transpose(1, 2), lse.transpose(1, 2)
-
-
-def causal_block_cpu_backward(dout, q, k, v, out, lse, scale):
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2) for x in (dout, q, k, v, out, lse)), 0.0, True, scale=scale)
-    return [x.transpose(1, 2) for x in grads]
-
+def causal_block_cpu(q, k, v, docs, scale):
+    """o (B, T, H, D), lse (B, T, H) of causal attention by a private op, the only one on a CPU that gives its
+    lse. It has no document mask that is linear in T, hence one call for each document."""
+    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=fp32(q.dtype))
+    for at in docs.segments:
+        part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x[at].transpose(1, 2) for x in (q, k, v)), 0.0, True, scale=scale)
+        out[at], lse[at] = (x.transpose(1, 2) for x in part)
+    return out, lse
 
 class AttendCPU(torch.autograd.Function):
-    """Block 0 and the merge as one function: the block's backward is given the merged out and lse, which makes it exact.
-    The op has no document mask that is linear in T, so packed documents are one call each."""
-
+    """Block 0 and the merge as one: given the merged out and lse, the block's own backward is exact."""
     @staticmethod
     def forward(ctx, docs, scale, q, *kv):
-        ks, vs = kv[:len(kv) // 2], kv[len(kv) // 2:]
-        if docs.whole:
-            out, lse = causal_block_cpu(q, ks[0], vs[0], scale)
-        else:
-            out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=fp32(q.dtype))
-            for b, i, j in docs.segments:
-                at = slice(b, b + 1), slice(i, j)
-                out[at], lse[at] = causal_block_cpu(q[at], ks[0][at], vs[0][at], scale)
-        if len(ks) > 1:
-            out, lse = merge(out.contiguous(), lse.contiguous(), q, ks[1:], vs[1:], scale)
+        (k, *ks), (v, *vs) = halves(kv)
+        block_0 = causal_block_cpu(q, k, v, docs, scale)
+        out, lse = merge(*block_0, q, ks, vs, scale) if ks else block_0
         ctx.docs, ctx.scale = docs, scale
         ctx.save_for_backward(q, out, lse, *kv)
         return out
@@ -342,29 +275,20 @@ class AttendCPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         q, out, lse, *kv = ctx.saved_tensors
-        ks, vs, docs, scale = kv[:len(kv) // 2], kv[len(kv) // 2:], ctx.docs, ctx.scale
-        dout = dout.contiguous()
-        if docs.whole:
-            dq, dk, dv = causal_block_cpu_backward(dout, q, ks[0], vs[0], out, lse, scale)
-        else:
-            dq, dk, dv = (torch.zeros_like(x) for x in (q, ks[0], vs[0]))
-            for b, i, j in docs.segments:
-                at = slice(b, b + 1), slice(i, j)
-                dq[at], dk[at], dv[at] = causal_block_cpu_backward(
-                    *(x[at] for x in (dout, q, ks[0], vs[0], out, lse)), scale)
-        dks, dvs = [], []
-        if len(ks) > 1:
-            dq_chain, dks, dvs = merge_backward(dout, q, ks[1:], vs[1:], out, lse, scale)
-            dq = dq + dq_chain
-        return None, None, dq, dk, *dks, dv, *dvs
-
+        (k, *ks), (v, *vs) = halves(kv)
+        dout, dq, dk, dv = dout.contiguous(), *(x.new_zeros(x.shape) for x in (q, k, v))
+        for at in ctx.docs.segments:
+            part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(x[at].transpose(1, 2) for x in (dout, q, k, v, out, lse)), 0.0, True, scale=ctx.scale)
+            dq[at], dk[at], dv[at] = (x.transpose(1, 2) for x in part)
+        chain, dks, dvs = merge_backward(dout, q, ks, vs, out, lse, ctx.scale) if ks else (0, [], [])
+        return None, None, dq + chain, dk, *dks, dv, *dvs
 
 class Merge(torch.autograd.Function):
     """The merge outside a block whose own autograd takes a gradient for its lse (FlexAttention)."""
-
     @staticmethod
     def forward(ctx, scale, o_0, lse_0, q, *kv):
-        out, lse = merge(o_0, lse_0, q, kv[:len(kv) // 2], kv[len(kv) // 2:], scale)
+        out, lse = merge(o_0, lse_0, q, *halves(kv), scale)
         ctx.scale = scale
         ctx.save_for_backward(o_0, lse_0, q, out, lse, *kv)
         return out
@@ -372,147 +296,108 @@ class Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         o_0, lse_0, q, out, lse, *kv = ctx.saved_tensors
-        dq, dks, dvs, do_0, dlse_0 = merge_backward(dout.contiguous(), q, kv[:len(kv) // 2], kv[len(kv) // 2:],
-                                                    out, lse, ctx.scale, o_0, lse_0)
-        return None, do_0, dlse_0, dq, *dks, *dvs
+        dout, (ks, vs) = dout.contiguous(), halves(kv)
+        dq, dks, dvs, *d_0 = merge_backward(dout, q, ks, vs, out, lse, ctx.scale, o_0, lse_0)
+        return None, *d_0, dq, *dks, *dvs
 
-
-@lru_cache(maxsize=None)
-def compiled_flex_attention():
-    from torch.nn.attention.flex_attention import flex_attention
-    return torch.compile(flex_attention, dynamic=False)
-
+compiled_flex_attention = cache(lambda: torch.compile(flex_attention, dynamic=False))
 
 def causal_block_flex(q, k, v, docs, scale):
-    """o (B, T, H, D), lse (B, T, H) by FlexAttention: compiled on CUDA, where its autograd takes a gradient for lse."""
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+    """o (B, T, H, D), lse (B, T, H) by FlexAttention; on CUDA its autograd takes lse's gradient."""
     D = q.shape[-1]
-    width = max(16, 1 << (D - 1).bit_length())  # compiled kernels take powers of two from 16; zeros change no score
+    width = max(16, 1 << (D - 1).bit_length())  # compiled kernels take powers of two; zeros change no score
     q, k, v = (F.pad(x, (0, width - D)).transpose(1, 2) for x in (q, k, v))
     attention = compiled_flex_attention() if q.is_cuda else flex_attention
-    o, aux = attention(q, k, v, block_mask=docs.block_mask, scale=scale, enable_gqa=True,
-                       return_aux=AuxRequest(lse=True))
-    return o[..., :D].transpose(1, 2), aux.lse.transpose(1, 2)
-
+    out, aux = attention(q, k, v, block_mask=docs.block_mask, scale=scale, enable_gqa=True,
+                         return_aux=AuxRequest(lse=True))
+    return out[..., :D].transpose(1, 2).contiguous(), aux.lse.transpose(1, 2).contiguous()
 
 def why_not_fa(device_type, dtype):
     """None where attend_fa runs, else the reason."""
-    if device_type == "cpu":
-        names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
-        lost = [name for name in names if not hasattr(torch.ops.aten, name)]
-        return f"torch {torch.__version__} has no aten::{lost[0]}" if lost else None
-    if device_type != "cuda":
+    if device_type == "cuda":
+        return FLEX_MISSING or ("FlexAttention has no float64 kernels" if dtype == torch.float64 else None)
+    if device_type != "cpu":
         return f"neither a CPU nor a CUDA device but {device_type}"
-    if dtype == torch.float64:
-        return "FlexAttention has no float64 kernels"
-    try:
-        from torch.nn.attention.flex_attention import AuxRequest  # noqa: F401
-    except ImportError as error:
-        return f"torch {torch.__version__} cannot return FlexAttention's lse ({error}); 2.11 or newer can"
-    return None
-
+    op = "_scaled_dot_product_flash_attention_for_cpu_backward"
+    return None if hasattr(torch.ops.aten, op) else f"torch {torch.__version__} has no aten::{op}"
 
 def attend_fa(q, k, v, past_k, past_v, docs, group=None):
     """Block 0 through a flash kernel with its lse, later steps merged in. Memory linear in T."""
     reason = why_not_fa(q.device.type, q.dtype)
-    if reason:
-        raise RuntimeError(f"backend fa cannot run: {reason}. Use --backend sdpa.")
-    past_k, past_v = past_k + [k], past_v + [v]
-    scale = q.shape[-1] ** -0.5
+    require(not reason, f"backend fa cannot run: {reason}. Use --backend sdpa.")
+    past_k, past_v, scale = past_k + [k], past_v + [v], q.shape[-1] ** -0.5
     if q.device.type == "cpu":
         return AttendCPU.apply(docs, scale, q, *past_k, *past_v), past_k, past_v
     out, lse = causal_block_flex(q, past_k[0], past_v[0], docs, scale)
     if len(past_k) > 1:
-        out = Merge.apply(scale, out.contiguous(), lse.contiguous(), q, *past_k[1:], *past_v[1:])
+        out = Merge.apply(scale, out, lse, q, *past_k[1:], *past_v[1:])
     return out, past_k, past_v
 
-
 class AllToAll(torch.autograd.Function):
-    """Block i of x (P, ...) goes to rank i of the group; its own backward."""
-
+    """x[i] goes to rank i of the group, what comes from rank i becomes out[i]; its own backward."""
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group = group
-        out = torch.empty_like(x)
+        ctx.group, out = group, torch.empty_like(x)
         dist.all_to_all_single(out, x, group=group)
         return out
 
     @staticmethod
-    def backward(ctx, grad):
-        return AllToAll.apply(grad.contiguous(), ctx.group), None
-
+    def backward(ctx, dout):
+        return AllToAll.apply(dout.contiguous(), ctx.group), None
 
 def attend_usp(q, k, v, past_k, past_v, docs, group=None):
     """attend_fa between two all-to-alls (Ulysses): tokens are sharded outside, heads inside; P must divide H.
-
-    q (B, T/P, H, D), k and v (B, T/P, G, D); docs describe the whole row. The cache stays sharded by heads. Each of K's and V's
-    heads is repeated P / gcd(G, P) times so that every rank gets the ones its query heads read; autograd sums the copies."""
-    P = dist.get_world_size(group)
-    B, T, H, D = q.shape
-    if H % P:
-        raise ValueError(f"backend usp: {P} ranks do not divide {H} attention heads; use a group of "
-                         f"{math.gcd(H, P)} ranks")
-    copies = P // math.gcd(k.shape[2], P)
-    k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
-    heads = torch.cat([x.reshape(B, T, P, -1, D) for x in (q, k, v)], dim=3)  # (B, T/P, P, (H + 2Gf) / P, D)
-    heads = AllToAll.apply(heads.permute(2, 0, 1, 3, 4).contiguous(), group)  # (P, B, T/P, ...), sharded by heads
+    T is a rank's share of the row, docs describe all of it, the cache stays sharded by heads. Heads of K, V
+    are repeated P / gcd(G, P) times: each rank gets those its query heads read. Autograd sums the copies."""
+    P, (B, T, H, D) = dist.get_world_size(group), q.shape
+    require(H % P == 0, f"backend usp: {P} ranks do not divide {H} query heads; use {math.gcd(H, P)} ranks")
+    k, v = (x.repeat_interleave(P // math.gcd(x.shape[2], P), dim=2) for x in (k, v))
+    heads = torch.cat([x.reshape(B, T, P, -1, D) for x in (q, k, v)], dim=3)  # (B, T, P, (H + 2Gf) / P, D)
+    heads = AllToAll.apply(heads.permute(2, 0, 1, 3, 4).contiguous(), group)
     heads = heads.transpose(0, 1).reshape(B, P * T, -1, D)
-    sizes = [H // P, k.shape[2] // P, v.shape[2] // P]
-    q, k, v = (x.contiguous() for x in heads.split(sizes, dim=2))
+    q, k, v = (x.contiguous() for x in heads.split([x.shape[2] // P for x in (q, k, v)], dim=2))
     out, past_k, past_v = attend_fa(q, k, v, past_k, past_v, docs)
-    out = out.reshape(B, P, T, H // P, D).transpose(0, 1).contiguous()
-    return AllToAll.apply(out, group).permute(1, 2, 0, 3, 4).reshape(B, T, H, D), past_k, past_v
-
+    out = AllToAll.apply(out.reshape(B, P, T, -1, D).transpose(0, 1).contiguous(), group)
+    return out.permute(1, 2, 0, 3, 4).reshape(B, T, H, D), past_k, past_v
 
 BACKENDS = {"sdpa": attend_sdpa, "fa": attend_fa, "usp": attend_usp}
 
-
 def attend_decode(q, k, v, past_k, past_v, docs=None, group=None):
-    """Serving: the T new rows attend causally to one growing cache (past_k, past_v: lists of one tensor, or empty)."""
+    """Serving: T new rows attend causally to a growing cache (past_k, past_v: empty or one tensor)."""
     k, v = (torch.cat([*past, new], dim=1) for past, new in ((past_k, k), (past_v, v)))
     T, S = q.shape[1], k.shape[1]
     mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2), [k], [v]
-
+    q, *kv = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, *kv, attn_mask=mask, enable_gqa=True).transpose(1, 2), [k], [v]
 
 class Attention(nn.Module):
     """Grouped-query attention; RMSNorm of each q and k head BEFORE RoPE where the config has use_qk_norm."""
-
     def __init__(self, config):
         super().__init__()
-        C, H, G, D = (config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        self.config = config
-        self.q_proj = nn.Linear(C, H * D, bias=config.attention_bias)
-        self.k_proj = nn.Linear(C, G * D, bias=config.attention_bias)
-        self.v_proj = nn.Linear(C, G * D, bias=config.attention_bias)
+        self.config, C, D = config, config.hidden_size, config.head_dim
+        H, G, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, heads * D, bias=bias) for heads in (H, G, G))
         self.o_proj = nn.Linear(H * D, C, bias=False)
         if config.use_qk_norm:
-            self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+            self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=config.rms_norm_eps) for _ in "qk")
 
     def forward(self, x, position_ids, past_k, past_v, docs, attend, group=None):
-        B, T, _ = x.shape
-        q, k, v = (proj(x).view(B, T, -1, self.config.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.config.use_qk_norm:
+        cfg = self.config
+        q, k, v = (f(x).view(*x.shape[:2], -1, cfg.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
+        if cfg.use_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = rope_tables(position_ids, self.config, x.dtype)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = rope(q, position_ids, cfg), rope(k, position_ids, cfg)
         out, past_k, past_v = attend(q, k, v, past_k, past_v, docs, group)
-        return self.o_proj(out.reshape(B, T, -1)), past_k, past_v
+        return self.o_proj(out.flatten(2)), past_k, past_v
 
-
-# ---- Mixture of experts -----------------------------------------------------------------------------------------------
+# ---- Mixture of experts ------------------------------------------------------------------------------------
 
 class Router(nn.Module):
-    """Sigmoid router, always at least fp32: .to(bfloat16) of the model leaves its weight and bias in fp32.
-
-    The bias steers the choice only and gets no gradient: `balance_experts` moves it."""
-
+    """Sigmoid router. Stays at least fp32: .to(bfloat16) of the model does not cast its weight and bias. The
+    bias steers the choice only and gets no gradient: `balance_experts` moves it."""
     def __init__(self, config):
         super().__init__()
-        self.config = config
-        dtype = fp32(torch.get_default_dtype())
+        self.config, dtype = config, fp32(torch.get_default_dtype())
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size, dtype=dtype))
         self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts, dtype=dtype))
 
@@ -538,11 +423,9 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * cfg.routed_scaling_factor, chosen
 
-
 def experts_ref(x, chosen, weights, gate_up_proj, down_proj):
-    """Reference: one expert after another. y[n] = sum_a weights[n, a] * down[e] (silu(gate[e] x[n]) * up[e] x[n]).
-
-    x (N, C); chosen (N, A) int64; weights (N, A); gate_up_proj (E, 2F, C), gate rows first; down_proj (E, C, F)."""
+    """One expert after another: y[n] = sum_a weights[n, a] * down[e] (silu(gate[e] x[n]) * up[e] x[n]).
+    x (N, C); chosen, weights (N, A); gate_up_proj (E, 2F, C), gate rows first; down_proj (E, C, F)."""
     y = torch.zeros_like(x, dtype=weights.dtype)
     for e in range(len(gate_up_proj)):
         row, slot = (chosen == e).nonzero(as_tuple=True)
@@ -551,32 +434,25 @@ def experts_ref(x, chosen, weights, gate_up_proj, down_proj):
         y = y.index_add(0, row, out.to(y.dtype) * weights[row, slot, None])
     return y.to(x.dtype)
 
-
 def sort_by_expert(chosen, n_experts):
-    """order (N*A,): the (row, slot) pairs, flattened, in stable order of their expert; ends (E,): where each expert's stop."""
-    flat = chosen.flatten()
-    ends = F.one_hot(flat, n_experts).sum(0).cumsum(0) if flat.is_cuda else flat.bincount(minlength=n_experts).cumsum(0)
-    return flat.argsort(stable=True), ends
-
+    """order (N*A,): (row, slot) pairs in stable order of their expert; ends (E,): where an expert's end."""
+    flat, order = chosen.flatten().sort(stable=True)
+    return order, torch.searchsorted(flat, torch.arange(n_experts, device=flat.device), right=True)
 
 class ExpertsCPU(torch.autograd.Function):
-    """Pairs sorted by expert, each expert's rows worked on while they are in the cache. Saves x and gate_up's output; the
-    gradient of a routing weight is <act, dO W_down>, so no expert's output is kept. No [N * A, C] tensor exists."""
-
+    """Pairs sorted by expert, each expert's rows worked on while they are in the cache. Saves x and gate_up's
+    output; a routing weight's gradient is <act, dy W_down>: no expert's output is kept, no [N * A, C] is."""
     @staticmethod
     def forward(ctx, x, chosen, weights, gate_up_proj, down_proj):
         order, ends = sort_by_expert(chosen, len(gate_up_proj))
-        rows, ends = order // chosen.shape[1], ends.tolist()
+        rows, scale, ends = order // chosen.shape[1], weights.flatten()[order, None], ends.tolist()
+        ctx.spans = [(e, slice(i, j)) for e, (i, j) in enumerate(zip([0] + ends, ends)) if i < j]
         hidden = x.new_empty(len(order), gate_up_proj.shape[1])
         y = torch.zeros_like(x, dtype=weights.dtype)
-        scale = weights.flatten()[order, None]
-        for e, (i, j) in enumerate(zip([0] + ends, ends)):
-            if i < j:
-                torch.mm(x[rows[i:j]], gate_up_proj[e].mT, out=hidden[i:j])
-                gate, up = hidden[i:j].chunk(2, dim=-1)
-                act = (F.silu(gate) * up).mul_(scale[i:j])
-                y.index_add_(0, rows[i:j], (act @ down_proj[e].mT).to(y.dtype))  # a row occurs once per expert
-        ctx.ends = ends
+        for e, at in ctx.spans:
+            gate, up = torch.mm(x[rows[at]], gate_up_proj[e].mT, out=hidden[at]).chunk(2, dim=-1)
+            act = (F.silu(gate) * up).mul_(scale[at])
+            y.index_add_(0, rows[at], (act @ down_proj[e].mT).to(y.dtype))  # a row occurs once per expert
         ctx.save_for_backward(x, weights, gate_up_proj, down_proj, order, hidden)
         return y.to(x.dtype)
 
@@ -584,58 +460,33 @@ class ExpertsCPU(torch.autograd.Function):
     def backward(ctx, dy):
         x, weights, gate_up_proj, down_proj, order, hidden = ctx.saved_tensors
         rows, scale = order // weights.shape[1], weights.flatten()[order, None]
-        dx, dscale = torch.zeros_like(x, dtype=weights.dtype), torch.empty_like(scale)
-        dgate_up, ddown = torch.zeros_like(gate_up_proj), torch.zeros_like(down_proj)  # an unused expert's is 0
-        for e, (i, j) in enumerate(zip([0] + ctx.ends, ctx.ends)):
-            if i == j:
-                continue
-            dout = dy[rows[i:j]]
-            dact = (dout @ down_proj[e]).to(scale.dtype)
-            gate, up = hidden[i:j].to(scale.dtype).chunk(2, dim=-1)
+        dx, dscale = torch.zeros_like(x, dtype=scale.dtype), torch.empty_like(scale)
+        dgate_up, ddown = torch.zeros_like(gate_up_proj), torch.zeros_like(down_proj)  # 0 if unused
+        for e, at in ctx.spans:
+            gate, up = hidden[at].to(scale.dtype).chunk(2, dim=-1)
             sig = gate.sigmoid()
-            silu = gate * sig
-            act = silu * up
-            torch.sum(act * dact, dim=-1, keepdim=True, out=dscale[i:j])
-            torch.mm(dout.mT, (act * scale[i:j]).to(x.dtype), out=ddown[e])
-            dact *= scale[i:j]
-            dgate = dact * up * (sig + silu * (1 - sig))
-            dhidden = torch.cat([dgate, dact * silu], dim=-1).to(x.dtype)
-            torch.mm(dhidden.mT, x[rows[i:j]], out=dgate_up[e])
-            dx.index_add_(0, rows[i:j], (dhidden @ gate_up_proj[e]).to(dx.dtype))
+            silu, dout = gate * sig, dy[rows[at]]
+            act, dact = silu * up, (dout @ down_proj[e]).to(scale.dtype)
+            dscale[at] = (act * dact).sum(-1, keepdim=True)
+            torch.mm(dout.mT, (act * scale[at]).to(x.dtype), out=ddown[e])
+            dact *= scale[at]
+            dhidden = torch.cat([dact * up * (sig + silu * (1 - sig)), dact * silu], dim=-1).to(x.dtype)
+            torch.mm(dhidden.mT, x[rows[at]], out=dgate_up[e])
+            dx.index_add_(0, rows[at], (dhidden @ gate_up_proj[e]).to(dx.dtype))
         dweights = torch.empty_like(weights).view(-1).index_copy_(0, order, dscale[:, 0]).view(weights.shape)
         return dx.to(x.dtype), None, dweights, dgate_up, ddown
 
-
 def experts_grouped(x, chosen, weights, gate_up_proj, down_proj):
-    """experts_ref by two grouped matmuls over pairs sorted by expert: no host synchronisation, made for CUDA."""
+    """experts_ref by two grouped matmuls over pairs sorted by expert: for CUDA, without a host sync."""
     order, ends = sort_by_expert(chosen, len(gate_up_proj))
     ends = ends.to(torch.int32)
     gate, up = F.grouped_mm(x[order // chosen.shape[1]], gate_up_proj.mT, offs=ends).chunk(2, dim=-1)
     act = F.silu(gate) * up * weights.flatten()[order, None].to(x.dtype)
     out = F.grouped_mm(act, down_proj.mT, offs=ends)  # (N * A, C), sorted by expert
-    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
-    return out[back].view(*chosen.shape, -1).to(weights.dtype).sum(1).to(x.dtype)
-
-
-def experts(x, chosen, weights, gate_up_proj, down_proj):
-    if x.device.type == "cpu":
-        return ExpertsCPU.apply(x, chosen, weights, gate_up_proj, down_proj)
-    return experts_grouped(x, chosen, weights, gate_up_proj, down_proj)
-
-
-class Experts(nn.Module):
-    """The routed experts' weights, fused."""
-
-    def __init__(self, config):
-        super().__init__()
-        E, C, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * width, C))
-        self.down_proj = nn.Parameter(torch.empty(E, C, width))
-
+    return out[order.argsort()].view(*chosen.shape, -1).to(weights.dtype).sum(1).to(x.dtype)
 
 class MLP(nn.Module):
     """silu(gate) * up -> down: the shared expert, and the dense layer of a target."""
-
     def __init__(self, hidden_size, width):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, width, bias=False)
@@ -645,99 +496,81 @@ class MLP(nn.Module):
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
-
 class MoE(nn.Module):
+    """Routed experts, weights fused, and the shared expert, which has weight 1."""
     def __init__(self, config):
         super().__init__()
+        E, C, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate = Router(config)
-        self.experts = Experts(config)
-        width = config.n_shared_experts * config.moe_intermediate_size
-        self.shared_experts = MLP(config.hidden_size, width) if width else None
+        fused = dict(gate_up_proj=torch.empty(E, 2 * width, C), down_proj=torch.empty(E, C, width))
+        self.experts = nn.ParameterDict(fused.items())
+        self.shared_experts = MLP(C, config.n_shared_experts * width) if config.n_shared_experts else None
 
     def forward(self, x):
         """x (B, T, C) -> y (B, T, C), chosen experts (B, T, A)."""
-        rows = x.flatten(0, 1)
-        weights, chosen = self.gate(rows)
-        y = experts(rows, chosen, weights, self.experts.gate_up_proj, self.experts.down_proj).view(x.shape)
-        return y if self.shared_experts is None else y + self.shared_experts(x), chosen.view(*x.shape[:2], -1)
-
+        weights, chosen = self.gate(x.flatten(0, 1))
+        routed, fused = ExpertsCPU.apply if x.device.type == "cpu" else experts_grouped, self.experts
+        y = routed(x.flatten(0, 1), chosen, weights, fused.gate_up_proj, fused.down_proj).view(x.shape)
+        y = y if self.shared_experts is None else y + self.shared_experts(x)
+        return y, chosen.view(*x.shape[:2], -1)
 
 @torch.no_grad()
 def balance_experts(bias, load, rate):
-    """Auxiliary-loss-free balancing: bias += rate * sign(mean load - load), then re-centred to mean zero. In place."""
+    """Balancing without a loss, in place: bias += rate * sign(mean load - load), re-centred to mean zero."""
     load = load.to(bias.dtype)
     bias += rate * (load.mean() - load).sign()
     bias -= bias.mean()
 
-
-# ---- The draft --------------------------------------------------------------------------------------------------------
+# ---- The draft ---------------------------------------------------------------------------------------------
 
 class DecoderLayer(nn.Module):
     """Pre-norm decoder layer: attention, then a MoE (or, with `dense_width`, a plain MLP)."""
-
     def __init__(self, config, dense_width=None):
         super().__init__()
-        self.config = config
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.config, C, eps = config, config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(C, eps=eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, dense_width) if dense_width else MoE(config)
+        self.post_attention_layernorm = nn.RMSNorm(C, eps=eps)
+        self.mlp = MLP(C, dense_width) if dense_width else MoE(config)
 
     def forward(self, z, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None):
         """z (B, T, C) -> r (B, T, C), past_k, past_v, chosen experts (B, T, A) or None. No final norm."""
-        out, past_k, past_v = self.self_attn(self.input_layernorm(z), position_ids, past_k, past_v, docs, attend, group)
+        x = self.input_layernorm(z)
+        out, past_k, past_v = self.self_attn(x, position_ids, past_k, past_v, docs, attend, group)
         u = z + out
         y = self.mlp(self.post_attention_layernorm(u))
         y, chosen = y if isinstance(y, tuple) else (y, None)
         return u + y, past_k, past_v, chosen
 
+@torch.no_grad()
+def init_weights(module, std, generator=None):
+    """From scratch: norms 1, matrices normal(0, std), biases 0."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.dim() > 1:
+            tensor.normal_(0.0, std, generator=generator)
+        else:
+            tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
 class MTP(DecoderLayer):
-    """The draft: fusion of token embedding and hidden state, one decoder layer, final norm. Embedding and lm_head are the
-    target's: `set_target` keeps them by reference, frozen, outside parameters(), buffers(), state_dict() and .to()."""
-
+    """The draft: fusion of token embedding and hidden state, one decoder layer, final norm. Embedding and
+    lm_head are the target's: `set_target` keeps references outside parameters(), state_dict() and .to()."""
+    embed_weight = lm_head_weight = None
     def __init__(self, config):
         super().__init__(config)
-        C = config.hidden_size
-        self.enorm = nn.RMSNorm(C, eps=config.rms_norm_eps)
-        self.hnorm = nn.RMSNorm(C, eps=config.rms_norm_eps)
+        C, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm = nn.RMSNorm(C, eps=eps), nn.RMSNorm(C, eps=eps)
         self.eh_proj = nn.Linear(2 * C, C, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(C, eps=config.rms_norm_eps)})
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self, generator=None):
-        """From scratch: norms 1, matrices normal(0, initializer_range), biases 0."""
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            if tensor.dim() > 1:
-                tensor.normal_(0.0, self.config.initializer_range, generator=generator)
-            else:
-                tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(C, eps=eps)})
+        init_weights(self, config.initializer_range)
 
     def set_target(self, embed_weight, lm_head_weight):
-        """The target's embedding and lm_head, both (V, C), on this model's device, any float dtype. Frozen, not copied."""
+        """The target's embedding and lm_head, both (V, C), any float dtype, on this device. Not copied."""
         shape, device = (self.config.vocab_size, self.config.hidden_size), self.eh_proj.weight.device
-        kept = []
-        for name, tensor in (("embed_weight", embed_weight), ("lm_head_weight", lm_head_weight)):
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected (vocab_size, hidden_size) = {shape}")
-            if tensor.device != device:
-                raise ValueError(f"{name} is on {tensor.device}, the draft on {device}; move one of them first")
-            kept.append(tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach())
-        object.__setattr__(self, "_target", tuple(kept))  # past nn.Module's registry
-
-    def _target_weight(self, index):
-        if not hasattr(self, "_target"):
-            raise RuntimeError("the draft has no target yet: call model.set_target(embed_weight, lm_head_weight)")
-        return self._target[index]
-
-    @property
-    def embed_weight(self):
-        return self._target_weight(0)
-
-    @property
-    def lm_head_weight(self):
-        return self._target_weight(1)
+        for name, tensor in dict(embed_weight=embed_weight, lm_head_weight=lm_head_weight).items():
+            require(tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, expected (V, C) = {shape}")
+            require(tensor.device == device, f"{name} is on {tensor.device}, the draft on {device}: move one")
+            frozen = tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach()
+            object.__setattr__(self, name, frozen)  # past nn.Module's registry
 
     def embed(self, input_ids):
         return F.embedding(input_ids, self.embed_weight).to(self.eh_proj.weight.dtype)
@@ -746,218 +579,170 @@ class MTP(DecoderLayer):
         return F.linear(n.to(self.lm_head_weight.dtype), self.lm_head_weight)
 
     def forward(self, embeds, hidden, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None):
-        """One step. embeds, hidden (B, T, C); position_ids (B, T).
-
-        Returns n = final_norm(r) and r (B, T, C), past_k, past_v with this step's appended, chosen experts (B, T, A)."""
+        """One step. embeds, hidden (B, T, C); position_ids (B, T). Returns n = final_norm(r) and r (B, T, C),
+        past_k and past_v with this step's appended, chosen experts (B, T, A)."""
         z = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], dim=-1))  # embedding FIRST
         r, past_k, past_v, chosen = super().forward(z, position_ids, past_k, past_v, docs, attend, group)
         return self.shared_head["norm"](r), r, past_k, past_v, chosen
 
-
-# ---- Loss and the TTT loop --------------------------------------------------------------------------------------------
-
-def shifted(x, by):
-    """x[:, by:] at x's own length, zeros behind."""
-    return F.pad(x[:, by:], (0, min(by, x.shape[1])))
-
+# ---- Loss and the TTT loop ---------------------------------------------------------------------------------
 
 def valid_rows(loss_mask, docs, ttt_length):
-    """(K, B, T) bool: row t counts at step k if token t+2+k exists, lies in row t's document and is not masked."""
-    mask = docs.run >= 0 if loss_mask is None else (loss_mask != 0) & (docs.run >= 0)
-    return torch.stack([shifted(mask, k + 2) & (shifted(docs.run, k + 2) == docs.run) for k in range(ttt_length)])
-
+    """(K, B, T) bool: row t counts at step k if token t+2+k exists in row t's document and is not masked."""
+    mask, T = torch.ones_like(docs.first) if loss_mask is None else loss_mask != 0, docs.run.shape[1]
+    return torch.stack([docs.has_later(k + 2) & window(mask, k + 2, k + 2 + T) for k in range(ttt_length)])
 
 def valid_counts(loss_mask, doc_ids, ttt_length, *, batch, length):
-    """[K] int64: how many rows of a batch count at each step. Sum these over micro-batches and data-parallel ranks and pass
-    the result as ttt_loss(counts=...): then no split of a batch changes its gradient."""
+    """[K] int64: how many rows of a batch count at each step. Summed over micro-batches and data-parallel
+    ranks and passed as ttt_loss(counts=...), they keep any split of a batch from changing its gradient."""
     given = loss_mask if doc_ids is None else doc_ids
-    device = given.device if given is not None else torch.device("cpu")
-    return valid_rows(loss_mask, Documents(doc_ids, batch, length, device), ttt_length).sum((1, 2))
+    docs = Documents(doc_ids, batch, length, "cpu" if given is None else given.device)
+    return valid_rows(loss_mask, docs, ttt_length).sum((1, 2))
 
+LOGITS_HELD = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # elements of one [rows, V] buffer; there are three
 
-def chunk_rows(vocab_size, device):
-    """Rows of logits held at a time: three fp32 buffers of about 128 MiB on a CPU, 512 MiB on a GPU."""
-    budget, most = (2 ** 25, 256) if device.type == "cpu" else (2 ** 27, 2048)
-    return max(16, min(most, budget // vocab_size))
+def teacher_chunks(valid, size):
+    """[(b, start, stop)] of the teacher rows that are read, at most `size` at a time. Row t, step k reads
+    teacher row t + 1 + k; a row that counts at step k is judged at all steps before k too."""
+    K, B, T = valid.shape
+    read, judged = valid.new_zeros(B, T + K), torch.zeros_like(valid[0])
+    for k in reversed(range(K)):
+        judged = judged | valid[k]
+        read[:, k + 1:k + 1 + T] |= judged
+    starts = range(1, T + K, size)
+    busy = torch.stack([read[:, s:s + size].any(1) for s in starts]).tolist()
+    return [(b, s, min(s + size, T + K)) for s, row in zip(starts, busy) for b in range(B) if row[b]]
 
+def row_softmax(x, lm_head, scratch, p):
+    """Of rows x (N, C): logits (N, V) less their maximum, softmax (in p), argmax (the first), log-sum-exp."""
+    logits = torch.mm(x.to(lm_head.dtype), lm_head.mT, out=scratch[:len(x)]).to(p.dtype)
+    top, best = logits.max(dim=-1, keepdim=True)
+    p = torch.exp(logits.sub_(top), out=p[:len(x)])
+    total = p.sum(-1, keepdim=True)  # torch.softmax is off by 5e-6 at V = 150k on a CPU
+    return logits, p.div_(total), best[:, 0], total[:, 0].log()
 
 class ChunkedLoss(torch.autograd.Function):
-    """sum_k coeff_k * sum over counted rows of (ce_weight * CE + kl_weight * KL), without ever holding [T, V].
+    """sum_k coeff_k * sum over counted rows of (ce_weight * CE + kl_weight * KL), without holding [T, V].
 
-    lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of rows by chunk of rows:
-        d loss / d logits = (ce + kl) q - ce onehot(argmax p) - kl p,      q, p = softmax of draft and teacher,
-    and only d loss / d n [B, T, C] is kept. A teacher row serves all K steps (row t, step k reads teacher row t + 1 + k): its
-    logits are computed once, and the K - 1 rows that two chunks share are carried over."""
-
+    lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk:
+        d loss / d logits = (ce + kl) q - ce onehot(argmax p) - kl p,     q, p = softmax of draft, of teacher,
+    and only d loss / d n [B, T, C] is kept. The logits of a teacher row are computed once for all K steps."""
     @staticmethod
     def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
-        """lm_head (V, C); hidden (B, T + K, C) the target's; valid (K, B, T); coeff [K]; ns: K x (B, T, C).
-
-        Returns loss and, without gradient, sums [2, K] float64 of CE and KL over counted rows, and hits (K, B, T) bool: is the
-        draft's argmax the teacher's? False in chunks where no row counts."""
-        (B, T, C), K, V = ns[0].shape, len(ns), len(lm_head)
-        R = min(T, chunk_rows(V, lm_head.device))
-        p = torch.empty(R + K - 1, V, dtype=fp32(lm_head.dtype), device=lm_head.device)
-        label, plogp = torch.empty(len(p), dtype=torch.long, device=p.device), p.new_empty(len(p))
-        grads = [torch.zeros_like(n) for n in ns] if any(ctx.needs_input_grad) else None
-        sums = torch.zeros(2, K, dtype=torch.float64, device=p.device)
-        hits = torch.zeros(K, B, T, dtype=torch.bool, device=p.device)
-        starts = range(0, T, R)
-        busy = torch.stack([valid[:, :, t:t + R].any(2).any(0) for t in starts], 1).tolist()  # one synchronisation
-        for b in range(B):
-            have = 0  # teacher rows at the front of p that the chunk before left
-            for t, work in zip(starts, busy[b]):
-                rows = min(R, T - t)
-                if not work:
-                    have = 0
+        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
+        Returns loss; without gradient: sums [4, K] over counted rows (CE, KL, right, prefix hits), hits."""
+        T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
+        size = min(max(1, LOGITS_HELD.get(lm_head.device.type, 2 ** 25) // V), hidden.shape[1])
+        scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
+        ce, kl, hit = (p_rows.new_zeros(valid.shape, dtype=x) for x in (wide, wide, torch.int))
+        grads = [torch.zeros_like(n) for n in ns] if any(ctx.needs_input_grad) else []
+        for b, start, stop in teacher_chunks(valid, size):
+            logits, p_chunk, labels, lse = row_softmax(hidden[b, start:stop], lm_head, scratch, p_rows)
+            plogp = logits.mul_(p_chunk).sum(-1) - lse  # in place; an einsum here errs by 4e-3 at V = 150k
+            for k, n in enumerate(ns):
+                i, j = max(0, start - 1 - k), min(T, stop - 1 - k)  # draft rows whose teachers these are
+                if i >= j:
                     continue
-                if have:
-                    for x in (p, label, plogp):
-                        x[:have] = x[R:R + have].clone()
-                teacher_rows(hidden[b, t + 1 + have:t + rows + K], lm_head, p[have:], label[have:], plogp[have:])
-                have = K - 1
-                for k, n in enumerate(ns):
-                    at, here = slice(k, k + rows), valid[k, b, t:t + rows]
-                    ce, kl, hits[k, b, t:t + rows], dn = draft_rows(n[b, t:t + rows], lm_head, p[at], label[at], plogp[at],
-                                                 ce_weight, kl_weight, grads is not None)
-                    sums[:, k] += torch.stack([x.double().masked_fill(~here, 0).sum() for x in (ce, kl)])
-                    if grads is not None:
-                        grads[k][b, t:t + rows] = (dn * coeff[k]).masked_fill_(~here[:, None], 0)
-        ctx.grads = grads
-        loss = ((ce_weight * sums[0] + kl_weight * sums[1]) * coeff.double()).sum().to(fp32(ns[0].dtype))
+                rows, at = (k, b, slice(i, j)), slice(i + 1 + k - start, j + 1 + k - start)
+                p, label = p_chunk[at], labels[at, None]
+                logits, q, best, lse = row_softmax(n[b, i:j], lm_head, scratch, q_rows)
+                ce[rows] = lse - logits.gather(1, label)[:, 0]
+                kl[rows] = plogp[at] - logits.mul_(p).sum(-1) + lse
+                hit[rows] = best == labels[at]
+                if grads:
+                    dlogits = q.mul_(ce_weight + kl_weight).sub_(p, alpha=kl_weight)
+                    dlogits.scatter_add_(1, label, torch.full_like(lse, -ce_weight)[:, None])
+                    dn = (dlogits.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
+                    grads[k][b, i:j] = dn.masked_fill_(~valid[rows][:, None], 0)
+        ctx.save_for_backward(*grads)
+        sums = torch.stack([x.double().where(valid, 0).sum((1, 2)) for x in (ce, kl, hit, hit.cumprod(0))])
+        loss = ((ce_weight * sums[0] + kl_weight * sums[1]) * coeff).sum().to(fp32(ns[0].dtype))
+        hits = hit.bool() & valid
         ctx.mark_non_differentiable(sums, hits)
         return loss, sums, hits
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        return *[None] * 6, *(dloss.to(grad.dtype) * grad for grad in ctx.grads)
-
-
-def teacher_rows(hidden, lm_head, p, label, plogp):
-    """Fill p (>= rows, V) with the teacher's softmax, label with its argmax, plogp with sum p log p; hidden (rows, C)."""
-    logits = F.linear(hidden.to(lm_head.dtype), lm_head)
-    rows = len(logits)
-    top, label[:rows] = logits.max(dim=-1)  # ties: the lowest index, as torch.argmax
-    p = torch.softmax(logits, dim=-1, dtype=p.dtype, out=p[:rows])
-    logits = logits.to(p.dtype)
-    lse = top.to(p.dtype) - p.gather(1, label[:rows, None])[:, 0].log()
-    plogp[:rows] = torch.einsum("rv,rv->r", p, logits) - lse
-
-
-def draft_rows(n, lm_head, p, label, plogp, ce_weight, kl_weight, want_grad):
-    """Of rows n (rows, C): CE, KL, whether the argmax is the teacher's, and d (ce * CE + kl * KL) / d n or None."""
-    logits = F.linear(n.to(lm_head.dtype), lm_head).to(p.dtype)
-    top, best = logits.max(dim=-1)
-    dot, at_label = torch.einsum("rv,rv->r", p, logits), logits.gather(1, label[:, None])[:, 0]
-    q = torch.softmax(logits, dim=-1, out=logits)
-    lse = top - q.gather(1, best[:, None])[:, 0].log()
-    ce, kl, dn = lse - at_label, plogp - dot + lse, None
-    if want_grad:
-        dlogits = q.mul_(ce_weight + kl_weight).sub_(p, alpha=kl_weight)
-        dlogits.scatter_add_(1, label[:, None], torch.full_like(label, -ce_weight, dtype=p.dtype)[:, None])
-        dn = (dlogits.to(lm_head.dtype) @ lm_head).to(n.dtype)
-    return ce, kl, best == label, dn
-
+        return *[None] * 6, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
 
 class TTTOutput(NamedTuple):
-    """ttt_loss's result. All but loss [K] and of this call alone (global over `group`)."""
-    loss: torch.Tensor         # scalar: sum_k w_k (ce_weight * CE_k + kl_weight * KL_k) / counts; under usp this rank's share
+    """ttt_loss's result. All but loss are [K] and of this call alone (global over `group`)."""
+    loss: torch.Tensor         # scalar: sum_k w_k (ce_weight CE_k + kl_weight KL_k); usp: this rank's share
     ce: torch.Tensor           # mean cross-entropy against the teacher's argmax, 0 where no row counts
     kl: torch.Tensor           # mean KL(teacher || draft)
     acc: torch.Tensor          # share of counted rows whose argmax is the teacher's
     count: torch.Tensor        # counted rows
-    prefix_hits: torch.Tensor  # counted rows right at this step and all before; 1 + sum_k prefix_hits / count = accept_len
-    expert_load: torch.Tensor  # [E] rows routed to each expert, all steps, padding and foreign tokens excluded
-    hits: torch.Tensor         # (K, B, T) bool: the draft's argmax is the teacher's (only meaningful where it exists)
+    prefix_hits: torch.Tensor  # counted rows right in steps 0..k; accept_len = 1 + sum_k prefix_hits / count
+    expert_load: torch.Tensor  # [E] rows sent to each expert in all steps, without padding and foreign tokens
+    hits: torch.Tensor         # (K, B, T) bool: the row counts and its argmax is the teacher's
 
+def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa",
+             group=None, ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False,
+             counts=None):
+    """Loss of K = ttt_length draft steps from every row, as served: TTTOutput. ValueError for bad input.
 
-def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa", group=None,
-             ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False, counts=None):
-    """Loss of K = ttt_length draft steps from every row, as served.
-
-    input_ids (B, T); hidden_states (B, T, C): the target's after its final norm; loss_mask (B, T), of the PREDICTED token, any
-    dtype, nonzero counts; doc_ids (B, T), see Documents. counts [K]: what the sums are divided by, default this call's own.
-    recycle: what feeds the next step, "post" (n) or "pre" (r); zero_first_embedding: as vLLM, zero it at position 0.
-    backend "usp": every rank of `group` passes the whole row; the loss is the rank's local sum over the global count, so that
-    gradients SUMMED over ranks are those of the whole row. Returns TTTOutput; raises ValueError for shapes that do not fit."""
+    input_ids (B, T); hidden_states (B, T, C): the target's after its final norm; loss_mask (B, T) of the
+    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts [K]: divides
+    the sums, default this call's own. recycle: what feeds the next step, "post" (n) or "pre" (r).
+    zero_first_embedding: that of position 0, as vLLM. backend "usp": every rank of `group` passes the whole
+    row; loss is its local sum over the global count, so that gradients SUMMED over ranks are right."""
     check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle)
     (B, T), K = input_ids.shape, ttt_length
     P, rank = (dist.get_world_size(group), dist.get_rank(group)) if backend == "usp" else (1, 0)
     if T % P:  # right-pad to equal shards
-        doc_ids = torch.zeros_like(input_ids) if doc_ids is None else doc_ids
-        doc_ids = F.pad(doc_ids, (0, -T % P), value=-1)
+        doc_ids = F.pad(torch.zeros_like(input_ids) if doc_ids is None else doc_ids, (0, -T % P), value=-1)
         loss_mask = None if loss_mask is None else F.pad(loss_mask, (0, -T % P))
     length = -(-T // P)
     lo, hi = rank * length, (rank + 1) * length
     docs = Documents(doc_ids, B, P * length, input_ids.device)
     valid = valid_rows(loss_mask, docs, K)
     count = valid.sum((1, 2))
-    ids = halo(input_ids, lo, hi + K)      # (B, length + K)
-    hidden = halo(hidden_states, lo, hi + K)
-    position_ids, run = docs.position_ids[:, lo:hi], docs.run
-
+    position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K) < 0
+    ids = window(input_ids, lo, hi + K).masked_fill(padding, 0)  # (B, length + K): a halo of K rows
+    hidden = window(hidden_states.detach(), lo, hi + K).masked_fill_(padding[..., None], 0)
     g, past_k, past_v, ns, load = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], [], 0
     for k in range(K):
         embeds = model.embed(ids[:, k + 1:k + 1 + length])
         if zero_first_embedding:
             embeds = embeds.masked_fill((position_ids + k == 0)[..., None], 0)
-        n, r, past_k, past_v, chosen = model(embeds, g, position_ids + k, past_k, past_v, docs, BACKENDS[backend], group)
+        n, r, past_k, past_v, chosen = model(
+            embeds, g, position_ids + k, past_k, past_v, docs, BACKENDS[backend], group)
         ns.append(n)
         g = n if recycle == "post" else r
-        own = (shifted(run, k + 1) == run) & (run >= 0)
-        load = load + expert_load(chosen, own[:, lo:hi], model.config.n_routed_experts)
+        load = load + expert_load(chosen, docs.has_later(k + 1)[:, lo:hi], model.config.n_routed_experts)
     weight = decay ** torch.arange(K, dtype=torch.float64, device=ids.device)
-    divisor = (count if counts is None else counts.to(ids.device)).double()
-    coeff = weight / weight.sum() / divisor.clamp(min=1)
-    loss, sums, hits = ChunkedLoss.apply(model.lm_head_weight, hidden, valid[:, :, lo:hi], coeff.to(fp32(n.dtype)),
-                                   ce_weight, kl_weight, *ns)
+    divisor = count if counts is None else counts.to(count.device)
+    coeff, own = weight / weight.sum() / divisor.clamp(min=1), valid[:, :, lo:hi]
+    loss, sums, hits = ChunkedLoss.apply(model.lm_head_weight, hidden, own, coeff, ce_weight, kl_weight, *ns)
     if P > 1:
         dist.all_reduce(sums, group=group)
         dist.all_reduce(load, group=group)
         shards = [torch.empty_like(hits, dtype=torch.uint8) for _ in range(P)]
         dist.all_gather(shards, hits.to(torch.uint8), group=group)
         hits = torch.cat(shards, dim=2).bool()
-    right, prefix = (hits & valid).sum((1, 2)), (hits.cumprod(0).bool() & valid).sum((1, 2))
-    ce, kl, acc = torch.stack([*sums, right.double()]) / count.clamp(min=1)
-    return TTTOutput(loss, ce, kl, acc, count, prefix, load, hits[:, :, :T])
-
+    ce, kl, acc = sums[:3] / count.clamp(min=1)
+    return TTTOutput(loss, ce, kl, acc, count, sums[3].round().long(), load, hits[:, :, :T])
 
 def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle):
-    """Raise ValueError naming what was passed and what ttt_loss expects."""
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
+    require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
+    require(input_ids.dim() == 2, f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
     shape = tuple(input_ids.shape)
-    for name, tensor, expected in (("hidden_states", hidden_states, (*shape, model.config.hidden_size)),
-                                   ("loss_mask", loss_mask, shape), ("doc_ids", doc_ids, shape)):
-        if tensor is not None and tuple(tensor.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
-    if group is not None and backend != "usp":
-        raise ValueError(f"a process group was given to backend {backend!r}; only usp splits a row over ranks")
-    if backend == "usp" and not dist.is_initialized():
-        raise ValueError("backend usp needs torch.distributed: start with torchrun, or call init_process_group")
-    if recycle not in ("post", "pre"):
-        raise ValueError(f"recycle {recycle!r} is neither 'post' nor 'pre'")
-    if ttt_length < 1:
-        raise ValueError(f"ttt_length {ttt_length} must be at least 1")
-
-
-def halo(x, start, stop):
-    """A copy of x[:, start:stop] (B, stop - start, ...), zeros where x has ended."""
-    part = x[:, start:stop]
-    out = x.new_zeros(x.shape[0], stop - start, *x.shape[2:])
-    out[:, :part.shape[1]] = part
-    return out
-
+    require(hidden_states.shape == (*shape, model.config.hidden_size), f"hidden_states has shape "
+            f"{tuple(hidden_states.shape)}, expected (B, T, C) = {(*shape, model.config.hidden_size)}")
+    for name, x in dict(loss_mask=loss_mask, doc_ids=doc_ids).items():
+        require(x is None or x.shape == shape, f"{name} must have the shape of input_ids, {shape}")
+    require(backend in BACKENDS, f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    require(group is None or backend == "usp", f"backend {backend!r} takes no process group, only usp does")
+    require(backend != "usp" or dist.is_initialized(), "backend usp needs torch.distributed: use torchrun")
+    require(recycle in ("post", "pre"), f"recycle {recycle!r} is neither 'post' nor 'pre'")
+    require(ttt_length > 0, f"ttt_length {ttt_length} must be at least 1")
 
 def expert_load(chosen, counted, n_experts):
     """[E] int64: how often each expert was chosen (B, T, A) in counted rows (B, T)."""
     load = torch.zeros(n_experts, dtype=torch.long, device=chosen.device)
     return load.scatter_add_(0, chosen.flatten(), counted[..., None].expand(chosen.shape).flatten().long())
 
-
-# ---- Everything above needs only torch and may be copied as is. Below: checkpoints, data, distributed, training. -------
+# ---- Everything above needs only torch and may be copied as is. Below: checkpoints, data, training. --------
 
 import argparse
 import contextlib
@@ -970,69 +755,63 @@ import signal
 import sys
 import time
 from bisect import bisect_left, insort
+from dataclasses import asdict, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 
+# ---- Checkpoint layouts and initialisation -----------------------------------------------------------------
 
-# ---- Checkpoint layouts and initialisation ---------------------------------------------------------------------------
-
-# The draft's own names are glm4_moe's. What other families call the same tensors, in their layer N:
+# The draft's own names are glm4_moe's. What other families call the same tensors of their layer N:
 LAYOUTS = {
     "glm4_moe": {},
     "hy_v3": {"shared_head.norm.": "final_layernorm.", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
               "mlp.gate.weight": "mlp.router.gate.weight", "mlp.shared_experts.": "mlp.shared_mlp."},
-    "bailing_moe_v2": {"shared_head.norm.": "final_layernorm.", "self_attn.o_proj": "attention.dense",
-                       "self_attn.q_norm": "attention.query_layernorm",
-                       "self_attn.k_norm": "attention.key_layernorm", "self_attn.": "attention.",
-                       "e_score_correction_bias": "expert_bias"},
+    "bailing_moe_v2": {  # its q, k and v are rows of one tensor: see Checkpoint
+        "shared_head.norm.": "final_layernorm.", "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+        "self_attn.": "attention.", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"},
 }
-SCALES = (".weight_scale_inv", ".weight_scale")
-
+SCALES = (".weight_scale_inv", ".weight_scale")  # of blocks; of rows, or scalar
+DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without an MTP layer; convert.py writes them as MoE models
 
 def native_views(state, family, prefix):
-    """(checkpoint name, view into the draft's state_dict `state`) of each tensor of a layer, experts unfused: copying into
-    the views reads a checkpoint, copying out of them writes one."""
+    """(checkpoint name, view into the state_dict) of each tensor, experts unfused: copying into the views
+    reads a checkpoint, copying out of them writes one."""
     for name, tensor in state.items():
-        if name.endswith("mlp.experts.gate_up_proj") or name.endswith("mlp.experts.down_proj"):
+        stem, experts, kind = name.partition("mlp.experts.")
+        if experts:
             for e, matrix in enumerate(tensor):
-                stem = f"{prefix}{name[:name.rindex('.')]}.{e}."
-                if name.endswith("down_proj"):
-                    yield stem + "down_proj.weight", matrix
-                else:
-                    yield from zip((stem + "gate_proj.weight", stem + "up_proj.weight"), matrix.chunk(2))
+                parts = zip(("gate", "up"), matrix.chunk(2)) if kind == "gate_up_proj" else [("down", matrix)]
+                yield from ((f"{prefix}{stem}mlp.experts.{e}.{part}_proj.weight", x) for part, x in parts)
             continue
         for ours, theirs in LAYOUTS[family].items():
             name = name.replace(ours, theirs)
         yield prefix + name, tensor
 
-
 class Checkpoint:
-    """Tensors of a Hugging Face directory, read one at a time from safetensors (never from pickles).
-
-    weights (float8 or int8) with .weight_scale_inv (blocks) or .weight_scale (rows or scalar) come de-quantised, fp32."""
-
+    """Tensors of a Hugging Face directory, read one at a time, from safetensors only. float8 and int8 weights
+    with weight_scale_inv (blocks) or weight_scale (rows or scalar) come de-quantised, as fp32."""
     def __init__(self, path):
         self.path, index = Path(path), Path(path) / "model.safetensors.index.json"
-        if index.exists():
-            self.files = json.loads(index.read_text())["weight_map"]
-        elif (self.path / "model.safetensors").exists():
-            from safetensors import safe_open
-            with safe_open(self.path / "model.safetensors", "pt") as file:
-                self.files = dict.fromkeys(file.keys(), "model.safetensors")
-        else:
-            raise FileNotFoundError(f"{path} has neither model.safetensors nor model.safetensors.index.json; only "
-                                    "safetensors checkpoints are read")
-        config = json.loads((self.path / "config.json").read_text())
-        self.block = (config.get("quantization_config") or {}).get("weight_block_size")
-        self.parts = {}  # bailing_moe_v2 keeps q, k, v in one: name of a part -> (stored name, heads, which)
-        G, H = config.get("num_key_value_heads", 1), config.get("num_attention_heads", 1)
-        for stored in [name for name in self.files if ".attention.query_key_value." in name]:
-            for i, part in enumerate("qkv"):
-                self.parts[stored.replace("query_key_value", f"{part}_proj")] = stored, [H, G, G], i
+        single = self.path / "model.safetensors"
+        if not index.exists() and not single.exists():
+            raise FileNotFoundError(f"{path} has neither {single.name} nor {index.name}; only safetensors "
+                                    "checkpoints are read")
+        self.config = json.loads((self.path / "config.json").read_text())
+        self.files = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(
+            self._open(single.name).keys(), single.name)
+        self.block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (1, 1)
+        G, H = (self.config.get(f"num_{kind}_heads") or 1 for kind in ("key_value", "attention"))
+        self.parts = {stored.replace("query_key_value", f"{part}_proj"): (stored, [H, G, G], i)
+                      for stored in self.files if ".attention.query_key_value." in stored
+                      for i, part in enumerate("qkv")}  # {part: (fused tensor, share of its rows, which one)}
+
+    def _open(self, file):
+        from safetensors import safe_open
+        return safe_open(self.path / file, "pt")
 
     def _raw(self, name):
-        from safetensors import safe_open
-        with safe_open(self.path / self.files[name], "pt") as file:
-            return file.get_tensor(name)
+        return self._open(self.files[name]).get_tensor(name)
 
     def read(self, name):
         if name in self.parts:
@@ -1040,35 +819,28 @@ class Checkpoint:
             tensor = self.read(stored)
             return tensor.split([n * (len(tensor) // sum(heads)) for n in heads])[i]
         tensor, stem = self._raw(name), name.removesuffix(".weight")
-        scales = [other for other in self.files if other.startswith(stem + ".") and "scale" in other[len(stem):]]
+        scales = [n for n in self.files if n.startswith(stem + ".") and "scale" in n[len(stem):]]
         if tensor.dtype.itemsize > 1 and not scales:
             return tensor
-        if len(scales) != 1 or not scales[0].endswith(SCALES) or tensor.dtype not in (torch.float8_e4m3fn, torch.int8):
-            raise ValueError(f"{name} is {tensor.dtype} with scales {scales or 'none'}: cannot be de-quantised here; "
-                             "known are float8_e4m3fn or int8 with weight_scale_inv (blocks) or weight_scale (rows)")
+        known = scales in [[stem + suffix] for suffix in SCALES]
+        require(known and tensor.dtype in (torch.float8_e4m3fn, torch.int8), f"{name} is {tensor.dtype} with "
+                f"scales {scales or 'none'}: only float8_e4m3fn or int8 with weight_scale_inv (blocks) or "
+                "weight_scale (rows, scalar) can be de-quantised")
         scale = self._raw(scales[0]).float()
         if scales[0].endswith("_inv"):
-            if not self.block:
-                raise ValueError(f"{scales[0]} exists but config.json has no quantization_config.weight_block_size")
-            expected = tuple(-(-size // block) for size, block in zip(tensor.shape, self.block))
-            if tuple(scale.shape) != expected:
-                raise ValueError(f"{scales[0]} has shape {tuple(scale.shape)}, blocks of {self.block} need {expected}")
-            for dim, block in enumerate(self.block):
-                scale = scale.repeat_interleave(block, dim).narrow(dim, 0, tensor.shape[dim])
-        elif scale.dim() == 1 and scale.numel() > 1:
-            scale = scale[:, None]
-        return tensor.float() * scale
-
+            fitting = [-(-size // b) for size, b in zip(tensor.shape, self.block)]
+            require(list(scale.shape) == fitting, f"{scales[0]} is {tuple(scale.shape)}, but blocks of "
+                    f"{tuple(self.block)} (weight_block_size) in {tuple(tensor.shape)} make {tuple(fitting)}")
+            for dim in (0, 1):  # the last block of each side may be ragged
+                scale = scale.repeat_interleave(self.block[dim], dim).narrow(dim, 0, tensor.shape[dim])
+        return tensor.float() * (scale[:, None] if scale.dim() == 1 and len(scale) > 1 else scale)
 
 def mtp_prefix(config, names):
-    """'model.layers.N.' if the checkpoint (config dict, tensor names) holds an MTP layer there, else None."""
-    N = config["num_hidden_layers"]
-    if not any(name.startswith(f"model.layers.{N}.") for name in names):
-        return None
-    if any(name.startswith(f"model.layers.{N + 1}.") for name in names):
-        warnings.warn(f"the checkpoint has more than one MTP layer; the first, layer {N}, is used")
-    return f"model.layers.{N}."
-
+    """'model.layers.N.' if a checkpoint (config.json's dict, tensor names) has an MTP layer, else None."""
+    here, next_one = (f"model.layers.{config['num_hidden_layers'] + i}." for i in (0, 1))
+    if any(name.startswith(next_one) for name in names):
+        warnings.warn(f"the checkpoint has more than one MTP layer; the first, {here[:-1]}, is used")
+    return here if any(name.startswith(here) for name in names) else None
 
 SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without MTP; convert.py writes them as MoE models
@@ -1124,484 +896,412 @@ def _from_dense(config, names, n_routed_experts=None, num_experts_per_tok=None, 
 
 
 @torch.no_grad()
-def warm_start(model, checkpoint, family, prefix):
-    """Copy the target's own MTP layer into `model`. Strict: raises ValueError listing what is missing or misshapen."""
+def warm_start(model, checkpoint, prefix):
+    """Copy the target's own MTP layer into `model`; a ValueError lists all that is missing or misshapen."""
     wrong = []
-    for name, view in native_views(model.state_dict(), family, prefix):
-        if name not in checkpoint.files and name not in checkpoint.parts:
+    for name, view in native_views(model.state_dict(), checkpoint.config["model_type"], prefix):
+        held = name in checkpoint.files or name in checkpoint.parts
+        tensor = checkpoint.read(name) if held else None
+        if tensor is None:
             wrong.append(f"{name} is missing")
-            continue
-        tensor = checkpoint.read(name)
-        if tensor.shape != view.shape:
+        elif tensor.shape != view.shape:
             wrong.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(view.shape)}")
         elif not tensor.isfinite().all():
             wrong.append(f"{name} holds nan or inf")
         else:
             view.copy_(tensor)
-    if wrong:
-        shown = "\n  ".join(wrong[:20]) + (f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-        raise ValueError(f"the MTP layer {prefix}* of {checkpoint.path} cannot be read:\n  {shown}\n"
-                         "--init scratch trains a new one instead.")
-
-
-@contextlib.contextmanager
-def atomic(path):
-    """Write aside, fsync, rename: `path` (file or folder) is either the old or the complete new one, whenever killed."""
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.unlink(missing_ok=True) if aside.is_file() else None
-    yield aside
-    for file in [*aside.rglob("*")] if aside.is_dir() else [aside]:
-        fsync(file)
-    fsync(aside)
-    if path.is_dir():
-        shutil.rmtree(path)
-    os.replace(aside, path)
-    fsync(path.parent)
-
-
-def fsync(path):
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
+    shown = "\n  ".join(wrong[:20] + [f"and {len(wrong) - 20} more"] * (len(wrong) > 20))
+    require(not wrong, f"the MTP layer {prefix}* of {checkpoint.path} cannot be used:\n  {shown}\n"
+            "--init scratch trains a new one instead")
 
 def save_draft(path, model, meta):
-    """A draft directory: model.safetensors (state_dict) and config.json (MTPConfig's fields plus `meta`)."""
+    """A draft directory: model.safetensors (state_dict) and config.json (MTPConfig's fields and `meta`)."""
     from safetensors.torch import save_file
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     with atomic(path / "model.safetensors") as aside:
-        save_file(state, aside, metadata={"format": "pt"})
+        save_file({name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}, aside,
+                  metadata={"format": "pt"})
     with atomic(path / "config.json") as aside:
         aside.write_text(json.dumps({**asdict(model.config), **meta, "format": 1}, indent=2) + "\n")
 
-
 def load_draft(path):
-    """(MTP model, config.json as a dict) of a draft directory. Raises ValueError if it is not one of ours, complete."""
+    """(MTP model, config.json's dict) of a draft directory; ValueError if it is not one of ours, complete."""
     from safetensors.torch import load_file
     path = Path(path)
-    if not (path / "config.json").exists() or not (path / "model.safetensors").exists():
-        raise FileNotFoundError(f"{path} is no draft directory: config.json and model.safetensors are expected in it")
-    meta = json.loads((path / "config.json").read_text())
-    if meta.get("format") != 1 or "ttt_length" not in meta:
-        raise ValueError(f"{path}/config.json is not a draft's (format {meta.get('format')!r}, expected 1)")
-    state = load_file(path / "model.safetensors")
-    model = MTP(MTPConfig(**{f.name: meta[f.name] for f in fields(MTPConfig)}))
-    model.to(state["eh_proj.weight"].dtype)
-    expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in state.items()}
-    if expected != found:
-        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise ValueError(f"{path}/model.safetensors does not fit its config.json: {', '.join(wrong[:10])}")
-    model.load_state_dict(state)
+    for name in ("config.json", "model.safetensors"):
+        if not (path / name).exists():
+            raise FileNotFoundError(f"{path} has no {name}: expected a draft directory, written by training")
+    meta, state = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    names = [f.name for f in fields(MTPConfig)]
+    require(meta.get("format") == 1 and meta.keys() >= set(names),
+            f"{path}/config.json is not a draft's (format {meta.get('format')!r}, expected 1)")
+    model = MTP(MTPConfig(**{name: meta[name] for name in names}))
+    shapes = {name: x.shape for name, x in state.items()}
+    wrong = [name for name, x in model.state_dict().items() if shapes.pop(name, None) != x.shape]
+    require(not wrong and not shapes, f"{path}/model.safetensors does not fit its config.json: "
+            f"{', '.join([*wrong, *shapes][:9])}")
+    model.to(state["eh_proj.weight"].dtype).load_state_dict(state)
     return model, meta
 
+def read_target_config(config, names, **sizes):
+    """MTPConfig of the draft for a target (config.json's dict, tensor names); `sizes`: of dense targets."""
+    family = config.get("model_type")
+    if family in DENSE:
+        return dense_draft_config(config, names, sizes)
+    require(not any(sizes.values()), f"{', '.join(sizes)} are for dense targets ({', '.join(DENSE)}); "
+            f"the draft of a {family} target has the target's own")
+    if family != "bailing_moe_v2":
+        return MTPConfig.from_hf(config, names)
+    usual = dict(use_bias=False, score_function="sigmoid",
+                 moe_shared_expert_intermediate_size=config["moe_intermediate_size"])
+    odd = {key: config[key] for key in usual if config.get(key) not in (None, usual[key])}
+    require(not odd, f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
+    rotary = read_rope(config)[1]
+    config = config | dict(
+        model_type="glm4_moe", n_routed_experts=config["num_experts"], n_group=config.get("n_group") or 1,
+        n_shared_experts=config.get("num_shared_experts") or 0, topk_group=config.get("topk_group") or 1,
+        attention_bias=bool(config.get("use_qkv_bias")),
+        partial_rotary_factor=1.0 if rotary is None else rotary)
+    return replace(MTPConfig.from_hf(config, names), model_type=family)
 
-# ---- Targets ---------------------------------------------------------------------------------------------------------
+def dense_draft_config(config, names, sizes):
+    """MTPConfig of a draft for a dense target (config.json's dict, tensor names). Shared experts as wide as
+    the dense MLP: convert.py makes the target's last MLP one, and engines know a single width."""
+    family, width = config["model_type"], config["intermediate_size"]
+    sliding = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
+    require(not sliding and "sliding_attention" not in (config.get("layer_types") or []), f"the {family} "
+            f"target has sliding-window attention ({sliding}), which neither draft nor serving layout has")
+    require(not any(name.endswith("o_proj.bias") for name in names), "the target has o_proj biases, which no "
+            "serving layout of a draft has")
+    F, shared = sizes["moe_intermediate_size"], sizes["n_shared_experts"]
+    if not shared:
+        shared = max(1, width // F) if F else next(n for n in (4, 2, 1) if width % (32 * n) == 0 or n == 1)
+    F = F or width // shared
+    require(shared * F == width, f"--n-shared-experts {shared} times --moe-intermediate-size {F} must be the "
+            f"dense target's intermediate_size {width}")
+    config = {"num_key_value_heads": config["num_attention_heads"], "rms_norm_eps": 1e-6, **config} | dict(
+        model_type="glm4_moe", partial_rotary_factor=1.0, n_shared_experts=shared, moe_intermediate_size=F,
+        n_routed_experts=sizes["n_routed_experts"] or 8,
+        num_experts_per_tok=sizes["num_experts_per_tok"] or 2,
+        use_qk_norm=any(name.endswith("q_norm.weight") for name in names),
+        attention_bias=any(name.endswith("q_proj.bias") for name in names))
+    return replace(MTPConfig.from_hf(config), model_type=family)
 
-class Target:
-    """A frozen Hugging Face causal LM: the source of hidden states, embedding, lm_head, and the verifier of drafts."""
-
-    def __init__(self, path, *, dtype="auto", device="cpu", device_map=None, trust_remote_code=False,
-                 **draft_sizes):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
-        logging.disable_progress_bar()
-        self.path, self.device = find_target(path), torch.device(device)
-        raw = (self.path / "config.json").read_bytes()
-        self.config, self.sha256 = json.loads(raw), hashlib.sha256(raw).hexdigest()
-        self.checkpoint = Checkpoint(self.path)
-        self.draft_config = read_target_config(self.config, self.checkpoint.files, **draft_sizes)  # or fail
-        options = dict(trust_remote_code=trust_remote_code, local_files_only=True)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            self.path, dtype=dtype, device_map=device_map, use_safetensors=True, **options).eval().requires_grad_(False)
-        if device_map is None:
-            self.model.to(self.device)
-        names = inspect.signature(self.model.base_model.forward).parameters
-        self.cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.2x
-        self.embed = self.model.get_input_embeddings().weight.detach().to(self.device)
-        self.lm_head = self.model.get_output_embeddings().weight.detach().to(self.device)
-
-    @torch.no_grad()
-    def states(self, documents, budget=16384):
-        """Last hidden states after the final norm: a list of (L, C), for a list of token tensors (L,), each on its own."""
-        order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
-        found = [None] * len(documents)
-        while order:
-            longest = len(documents[order[-1]])
-            batch, order = order[-max(1, budget // longest):], order[:-max(1, budget // longest)]
-            ids = torch.zeros(len(batch), longest, dtype=torch.long, device=self.model.device)
-            for row, i in zip(ids, batch):  # padding on the right: no causal model's real rows can see it
-                row[:len(documents[i])] = documents[i]
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.to(self.device)
-            for row, i in zip(hidden, batch):
-                found[i] = row[:len(documents[i])]
-        return found
-
-
-def find_target(path):
-    """Path of a target's directory; what is not a directory is taken as a hub id and looked up (downloaded if need be)."""
-    if not os.path.isdir(path):
-        from huggingface_hub import snapshot_download
-        try:
-            path = snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"])
-        except Exception as error:  # the hub client raises a family of its own
-            raise FileNotFoundError(f"target {str(path)!r} is no directory, and as a hub id it cannot be had: "
-                                    f"{str(error).splitlines()[0]}") from None
-    if not (Path(path) / "config.json").exists():
-        raise FileNotFoundError(f"target {path} has no config.json: a Hugging Face checkpoint directory is expected")
-    return Path(path)
-
-
-class DemoTarget(nn.Module):
-    """A small glm4_moe language model of this file's own layers: dense first layer, MoE after."""
-
-    def __init__(self, config, n_layers, dense_width):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, dense_width if i == 0 else None) for i in range(n_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def forward(self, input_ids):
-        docs = Documents(None, *input_ids.shape, input_ids.device)
-        x, chosen = self.embed_tokens(input_ids), []
-        for layer in self.layers:
-            x, _, _, experts_of_layer = layer(x, docs.position_ids, [], [], docs, attend_fa)
-            chosen.append(experts_of_layer)
-        return self.norm(x), chosen
-
-
-DEMO = MTPConfig(vocab_size=4096, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
-                 n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, partial_rotary_factor=0.5,
-                 max_position_embeddings=4096)
-DEMO_LAYERS, DEMO_DENSE, DEMO_STEPS, DEMO_BATCH, DEMO_LENGTH = 3, 512, 400, 8, 128
-
-
-def stdlib_files():
-    """(training, held-out) files of the Python standard library, text every machine has; every 20th is held out."""
-    import sysconfig
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "turtledemo", "__pycache__"}
-    files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
-    return [f for i, f in enumerate(files) if i % 20], files[::20]
-
-
-def demo_folder():
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "mtp" / f"demo-target-{sys.version_info.major}.{sys.version_info.minor}-1"
-
-
-def build_demo_target(path):
-    """Train the demo's tokenizer and language model on the standard library's source; save them as a HF checkpoint."""
-    from tokenizers import ByteLevelBPETokenizer
-    from tqdm import tqdm
-    from transformers import PreTrainedTokenizerFast
-    print(f"first run: building the demo target on the Python standard library's source, about 90 s -> {path}", flush=True)
-    texts = [file.read_text(errors="replace") for file in stdlib_files()[0]]
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=DEMO.vocab_size, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>")
-    ids = [i for row in tokenizer(texts)["input_ids"] for i in [*row, tokenizer.eos_token_id]]
-    ids = torch.tensor(ids[:len(ids) // DEMO_LENGTH * DEMO_LENGTH]).view(-1, DEMO_LENGTH)
-
-    generator = torch.Generator().manual_seed(0)
-    model = DemoTarget(DEMO, DEMO_LAYERS, DEMO_DENSE)
-    init_matrices(model, DEMO.initializer_range, generator)
-    adam = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    bar = tqdm(range(DEMO_STEPS), desc="demo target", unit="step", mininterval=1)
-    for step in bar:
-        rows = ids[torch.randint(len(ids), (DEMO_BATCH,), generator=generator)]
-        n, chosen = model(rows)
-        loss = F.cross_entropy(model.lm_head(n[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        adam.zero_grad()
-        loss.backward()
-        adam.param_groups[0]["lr"] = 4e-3 * min(1.0, (step + 1) / 30, 0.02 + (DEMO_STEPS - step) / (0.5 * DEMO_STEPS))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adam.step()
-        for layer, experts_of_layer in zip(model.layers, chosen):
-            if experts_of_layer is not None:
-                load = expert_load(experts_of_layer, torch.ones_like(rows, dtype=torch.bool), DEMO.n_routed_experts)
-                balance_experts(layer.mlp.gate.e_score_correction_bias, load, 0.01)
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    save_demo_target(path, model, tokenizer)
-
-
-@torch.no_grad()
-def init_matrices(module, std, generator):
-    """Matrices normal(0, std), norms 1, biases 0."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.dim() > 1:
-            tensor.normal_(0.0, std, generator=generator)
-        else:
-            tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-
-
-def save_demo_target(path, model, tokenizer):
-    from safetensors.torch import save_file
-    state = {}
-    for i, layer in enumerate(model.layers):
-        state |= {name: x.clone() for name, x in native_views(layer.state_dict(), "glm4_moe", f"model.layers.{i}.")}
-    state |= {"model.embed_tokens.weight": model.embed_tokens.weight.detach(),
-              "model.norm.weight": model.norm.weight.detach(), "lm_head.weight": model.lm_head.weight.detach()}
-    config = {**asdict(DEMO), "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32", "hidden_act": "silu",
-              "intermediate_size": DEMO_DENSE, "num_hidden_layers": DEMO_LAYERS, "first_k_dense_replace": 1,
-              "num_nextn_predict_layers": 0, "tie_word_embeddings": False, "attention_dropout": 0.0,
-              "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with atomic(path) as aside:
-        aside.mkdir()
-        tokenizer.save_pretrained(aside)
-        save_file(state, aside / "model.safetensors", metadata={"format": "pt"})
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-# ---- Data ------------------------------------------------------------------------------------------------------------
+# ---- Targets and data --------------------------------------------------------------------------------------
 
 class Sample(NamedTuple):
     name: str                # file, and line where it has lines: what an error names
     input_ids: torch.Tensor  # (L,) int64
     loss_mask: torch.Tensor  # (L,) bool: tokens to learn
 
+class Target:
+    """A frozen Hugging Face causal LM: gives hidden states, embedding and lm_head, and verifies drafts."""
+    def __init__(self, cfg, path, device):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # it lists an MTP layer as unexpected; what is missing is refused below
+        self.path, self.device = find_target(path), device
+        self.checkpoint = Checkpoint(self.path)
+        self.config, self.sha256 = self.checkpoint.config, sha256(self.path / "config.json")
+        sizes = {name: getattr(cfg, name, None) for name in SIZES}
+        self.draft_config = read_target_config(self.config, self.checkpoint.files, **sizes)  # before loading
+        options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+        self.model, info = AutoModelForCausalLM.from_pretrained(
+            self.path, dtype=cfg.dtype, device_map=cfg.target_device_map, use_safetensors=True,
+            output_loading_info=True, **options)
+        lost = sorted(info["missing_keys"])
+        require(not lost, f"{self.path} lacks weights of the target: {', '.join(lost[:5])}"
+                + f" and {len(lost) - 5} more" * (len(lost) > 5))
+        self.model.eval().requires_grad_(False)
+        if cfg.target_device_map is None:
+            self.model.to(device)
+        names = inspect.signature(self.model.base_model.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.2x
+        self.embed = self.model.get_input_embeddings().weight.detach().to(device)
+        self.lm_head = self.model.get_output_embeddings().weight.detach().to(device)
+
+    @torch.no_grad()
+    def states(self, samples, budget=16384):
+        """Last hidden states after the final norm, [(L, C)], each sample seen on its own."""
+        found = [None] * len(samples)
+        order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
+        while order:
+            longest = len(samples[order[-1]].input_ids)
+            order, batch = order[:-max(1, budget // longest)], order[-max(1, budget // longest):]
+            ids = torch.zeros(len(batch), longest, dtype=torch.long)
+            for row, i in zip(ids, batch):  # padding on the right: no real row of a causal model sees it
+                row[:len(samples[i].input_ids)] = samples[i].input_ids
+            hidden = self.model.base_model(ids.to(self.model.device), use_cache=False).last_hidden_state
+            for row, i in zip(hidden.to(self.device), batch):
+                found[i] = row[:len(samples[i].input_ids)]
+        return found
+
+def sha256(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+def find_target(path):
+    """Directory of a target; what is none is taken as a hub id and looked up (and downloaded if need be)."""
+    if not os.path.isdir(path):
+        from huggingface_hub import snapshot_download
+        try:
+            path = snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+        except Exception as error:  # the hub's client raises many kinds
+            raise FileNotFoundError(f"target {str(path)!r} is no directory and no hub id that can be had: "
+                                    f"{str(error).splitlines()[0]}") from None
+    if not (Path(path) / "config.json").exists():
+        raise FileNotFoundError(f"target {path} has no config.json: a Hugging Face checkpoint is expected")
+    return Path(path)
+
+DEMO = MTPConfig(vocab_size=4096, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+                 n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
+                 partial_rotary_factor=0.5, max_position_embeddings=4096)
+
+class DemoTarget(nn.Module):
+    """A small glm4_moe language model of this file's own layers: the first one dense, the others MoE."""
+    n_layers, dense_width, steps, batch, length = 3, 512, 400, 8, 128
+    def __init__(self, config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i == 0 and self.dense_width)
+                                    for i in range(self.n_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids):
+        """input_ids (B, T) -> logits (B, T, V), [chosen experts (B, T, A) of each MoE layer]."""
+        docs = Documents(None, *input_ids.shape, input_ids.device)
+        x, routes = self.embed_tokens(input_ids), []
+        for layer in self.layers:
+            x, _, _, chosen = layer(x, docs.position_ids, [], [], docs, attend_fa)
+            routes.append(chosen)
+        return self.lm_head(self.norm(x)), routes[1:]
+
+def stdlib_files(every=1):
+    """(training, held-out) files of Python's standard library, text every machine has; each 20th held out."""
+    import sysconfig
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
+    files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
+    return [f for i, f in enumerate(files) if i % 20][::every], files[::20][::every]
+
+def build_demo_target(path):
+    """Train the demo's tokenizer and language model on the standard library; save a HF checkpoint."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tqdm import tqdm
+    from transformers import PreTrainedTokenizerFast
+    say(f"first run: builds the demo target from Python's standard library, about 90 s -> {path}")
+    texts, length = [file.read_text(errors="replace") for file in stdlib_files()[0]], DemoTarget.length
+    bpe, end = ByteLevelBPETokenizer(), "<|endoftext|>"
+    bpe.train_from_iterator(texts, vocab_size=DEMO.vocab_size, special_tokens=[end], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=end)
+    ids = [i for row in tokenizer(texts)["input_ids"] for i in [*row, tokenizer.eos_token_id]]
+    ids = torch.tensor(ids[:len(ids) // length * length]).view(-1, length)
+
+    generator, model, steps = torch.Generator().manual_seed(0), DemoTarget(DEMO), DemoTarget.steps
+    init_weights(model, DEMO.initializer_range, generator)
+    adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    bar = tqdm(range(steps), desc="demo target", unit="step", mininterval=1)
+    for step in bar:
+        rows = ids[torch.randint(len(ids), (DemoTarget.batch,), generator=generator)]
+        logits, routes = model(rows)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.param_groups[0]["lr"] = 4e-3 * min((step + 1) / 30, 1.0, 0.02 + 2 * (1 - step / steps))
+        adam.step()
+        for layer, chosen in zip(model.layers[1:], routes):
+            load = chosen.flatten().bincount(minlength=DEMO.n_routed_experts)
+            balance_experts(layer.mlp.gate.e_score_correction_bias, load, 0.01)
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    save_demo_target(path, model, tokenizer)
+
+def save_demo_target(path, model, tokenizer):
+    from safetensors.torch import save_file
+    state = {name if name.startswith("lm_head") else f"model.{name}": tensor.detach().clone()
+             for name, tensor in native_views(model.state_dict(), "glm4_moe", "")}
+    config = {**asdict(DEMO), "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32",
+              "hidden_act": "silu",
+              "intermediate_size": model.dense_width, "num_hidden_layers": model.n_layers,
+              "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+              "eos_token_id": tokenizer.eos_token_id}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as aside:
+        aside.mkdir()
+        tokenizer.save_pretrained(aside)
+        save_file(state, aside / "model.safetensors", metadata={"format": "pt"})
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 def encode_messages(messages, tokenizer):
-    """(input_ids, loss_mask) of a conversation: the chat template's text, loss on assistant tokens only.
-
-    By the template's generation markers where it has them, else by rendering prefixes: what message i adds after the generation
-    prompt. Raises ValueError if the template's prefixes do not match."""
-    template = tokenizer.chat_template
-    if template is None:
-        raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; give {{\"text\": ...}} lines")
-    if "generation %}" in template or "generation -%}" in template:
-        out = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    """(input_ids, loss_mask) of a conversation, loss on assistant tokens only: by the chat template's
+    generation markers where it has them, else by rendering prefixes; ValueError if those do not match."""
+    template = tokenizer.get_chat_template()
+    if "{% generation" in template or "{%- generation" in template:
+        out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         return out["input_ids"], out["assistant_masks"]
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     text, spans = render(messages), []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             before, after = render(messages[:i], add_generation_prompt=True), render(messages[:i + 1])
-            if not (text.startswith(after) and after.startswith(before)):
-                raise ValueError(f"the chat template renders message {i} differently once more follow, so assistant tokens "
-                                 "cannot be told apart; use a template with {% generation %} markers")
+            require(text.startswith(after) and after.startswith(before), f"the chat template renders message "
+                    f"{i} differently once others follow, so assistant tokens cannot be told apart; use a "
+                    "template with {% generation %} markers")
             spans.append((len(before), len(after)))
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [any(start < b and end > a for a, b in spans) for start, end in out["offset_mapping"]]
-    return out["input_ids"], mask
+    return out["input_ids"], [any(i < b and j > a for a, b in spans) for i, j in out["offset_mapping"]]
 
-
-def read_file(path, tokenizer):
-    """Yield (name, input_ids, loss_mask) of each document of a .txt or .jsonl file; all-ones mask for text."""
-    path = Path(path)
-    if path.suffix != ".jsonl":
-        ids = tokenizer(path.read_text(errors="replace"))["input_ids"]
+def read_documents(path, tokenizer):
+    """Yield (name, input_ids, loss_mask) of a .txt (one document) or .jsonl file (one a line); for a line
+    that cannot be read (name, None, reason)."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"data file {path} does not exist")
+    if not str(path).endswith(".jsonl"):
+        ids = tokenizer(Path(path).read_text(errors="replace"))["input_ids"]
         yield str(path), ids, [True] * len(ids)
         return
-    for number, line in enumerate(path.open(encoding="utf-8"), 1):
-        if not line.strip():
-            continue
-        name = f"{path}:{number}"
+    for number, line in enumerate(open(path, encoding="utf-8", errors="replace"), 1):
         try:
             row = json.loads(line)
             if "messages" in row:
-                yield name, *encode_messages(row["messages"], tokenizer)
+                messages = [{**message, "role": message["role"]} for message in row["messages"]]
+                found = encode_messages(messages, tokenizer)
             else:
-                ids = tokenizer(row["text"])["input_ids"]
-                yield name, ids, [True] * len(ids)
+                ids = tokenizer("" + row["text"])["input_ids"]
+                found = ids, [True] * len(ids)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            yield name, None, f"{type(error).__name__}: {error}"
-
+            found = None, f"neither text nor messages: {type(error).__name__} {error}"
+        yield f"{path}:{number}", *found
 
 def read_samples(paths, tokenizer, seq_len, shortest):
-    """Samples of at most seq_len tokens; longer documents are cut into pieces. What cannot be used is counted and named."""
+    """[Sample] of at most seq_len tokens; longer documents are cut. What is unusable is counted and named."""
     from tqdm import tqdm
     samples, skipped = [], []
-    for path in tqdm(paths, desc="reading", unit="file", disable=len(paths) < 20, leave=False):
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"data file {path} does not exist")
-        for name, ids, mask in read_file(path, tokenizer):
-            if ids is None:
-                skipped.append(f"{name} ({mask})")
-                continue
-            ids, mask = torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.bool)
-            pieces = list(zip(ids.split(seq_len), mask.split(seq_len)))
-            kept = [Sample(name, *piece) for piece in pieces if len(piece[0]) >= shortest and piece[1][2:].any()]
+    for path in tqdm(paths, desc="reading", unit="file", leave=False, delay=2):
+        for name, ids, mask in read_documents(path, tokenizer):
+            pieces = [] if ids is None else zip(torch.tensor(ids, dtype=torch.long).split(seq_len),
+                                                torch.tensor(mask, dtype=torch.bool).split(seq_len))
+            kept = [Sample(name, i, m) for i, m in pieces if len(i) >= shortest and m[2:].any()]
             samples += kept
             if not kept:
-                skipped.append(f"{name} (fewer than {shortest} tokens, or none to learn)")
+                reason = mask if ids is None else f"under {shortest} tokens, or none to learn"
+                skipped.append(f"{name} ({reason})")
     if skipped:
-        shown = "; ".join(skipped[:3]) + ("; ..." if len(skipped) > 3 else "")
-        say(f"{len(skipped)} of {len(skipped) + len(samples)} samples skipped: {shown}")
-    if not samples:
-        raise ValueError(f"no usable sample in {len(paths)} data file(s): each needs {shortest} tokens or more")
+        say(f"{len(skipped)} documents skipped: {'; '.join(skipped[:3])}{'; ..' if len(skipped) > 3 else ''}")
+    require(samples, f"no usable document in {len(paths)} data files: each needs {shortest} tokens or more")
     return samples
 
-
 def pack(samples, seq_len):
-    """Rows (lists of samples) of at most seq_len tokens, best fit in the order given: no sample is cut."""
+    """Rows (lists of samples) of at most seq_len tokens: best fit, in the order given; no sample is cut."""
     rows, room = [], []  # room: sorted (tokens left, row)
     for sample in samples:
-        at = bisect_left(room, (len(sample.input_ids), -1))
-        left, row = room.pop(at) if at < len(room) else (seq_len, len(rows))
-        if row == len(rows):
+        at = bisect_left(room, (len(sample.input_ids),))
+        if at == len(room):
+            room.append((seq_len, len(rows)))
             rows.append([])
+        left, row = room.pop(at)
         rows[row].append(sample)
-        left -= len(sample.input_ids)
-        if left:
-            insort(room, (left, row))
+        insort(room, (left - len(sample.input_ids), row))
     return rows
 
+@lru_cache(maxsize=2)
+def shuffled(n, seed, epoch):
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
 
-class Rows:
-    """An endless, seeded order of packed rows: row i is the same in every run, whatever ran before."""
-
-    def __init__(self, samples, seq_len, seed):
-        self.samples, self.seq_len, self.seed, self.epoch = samples, seq_len, seed, None
-        self.per_epoch = len(self._rows(0))
-
-    def _rows(self, epoch):
-        if self.epoch != epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = torch.randperm(len(self.samples), generator=generator).tolist()
-            self.rows, self.epoch = pack([self.samples[i] for i in order], self.seq_len), epoch
-        return self.rows
-
-    def __getitem__(self, i):
-        """Row i, counted through epochs of `per_epoch` rows (epochs pack alike, a row more or less: it wraps around)."""
-        rows = self._rows(i // self.per_epoch)
-        return rows[i % self.per_epoch % len(rows)]
-
-
-def collate(rows, length, device):
-    """(input_ids, loss_mask, doc_ids) each (B, length) of packed rows; doc_ids -1 in padding, None if there is none."""
-    ids = torch.zeros(len(rows), length, dtype=torch.long)
+def make_batch(rows, length, target, device):
+    """(input_ids, hidden_states, loss_mask, doc_ids) of packed rows, each (B, length, ...), doc_ids None if
+    each row is one full document; and the names of samples whose hidden states are not finite."""
+    ids, bad = torch.zeros(len(rows), length, dtype=torch.long), []
     mask, docs = torch.zeros_like(ids, dtype=torch.bool), torch.full_like(ids, -1)
+    states = iter(target.states([sample for row in rows for sample in row]))
+    hidden = target.lm_head.new_zeros(len(rows), length, target.lm_head.shape[1])
     for b, row in enumerate(rows):
-        at = 0
+        start = 0
         for d, sample in enumerate(row):
-            here = slice(at, at + len(sample.input_ids))
+            here = slice(start, start := start + len(sample.input_ids))
             ids[b, here], mask[b, here], docs[b, here] = sample.input_ids, sample.loss_mask, d
-            at = here.stop
+            hidden[b, here] = next(states)
+            bad += [] if hidden[b, here].isfinite().all() else [sample.name]
     docs = None if (docs == 0).all() else docs.to(device)
-    return ids.to(device), mask.to(device), docs
+    return (ids.to(device), hidden, mask.to(device), docs), bad
 
-
-def packed_states(rows, length, target):
-    """(B, length, C) hidden states of packed rows, each document seen by the target on its own."""
-    states = iter(target.states([sample.input_ids for row in rows for sample in row]))
-    out = None
-    for b, row in enumerate(rows):
-        at = 0
-        for sample in row:
-            state = next(states)
-            out = state.new_zeros(len(rows), length, state.shape[-1]) if out is None else out
-            out[b, at:at + len(state)] = state
-            at += len(state)
-    return out
-
-
-# ---- Distributed -----------------------------------------------------------------------------------------------------
+# ---- Distributed -------------------------------------------------------------------------------------------
 
 class Ranks(NamedTuple):
-    """Where this process stands: data parallel (dp) times sequence parallel (sp, one row split over `group`)."""
+    """Where this process stands: data-parallel (dp) times sequence-parallel (sp) ranks, a `group`."""
     rank: int = 0
-    world: int = 1
+    dp: int = 1
     sp: int = 1
     group: object = None
     device: torch.device = torch.device("cpu")
 
-    @property
-    def dp(self):
-        return self.world // self.sp
-
-    @property
-    def dp_rank(self):
-        return self.rank // self.sp
-
-
-def start_ranks(cfg):
-    """Join the process group that torchrun describes (or none); sp is the whole world under usp, else 1."""
-    device = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+def start_ranks(device="auto", backend="sdpa", sp=None):
+    """Join the process group that torchrun describes, if any. Under usp a row is split over `sp` ranks
+    (default all) and the rest is data parallel; other backends are data parallel only."""
     world, rank, local = (int(os.environ.get(name, default)) for name, default in
                           (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-    if device == "cuda":
-        torch.cuda.set_device(local)
-        device = f"cuda:{local}"
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    if not dist.is_initialized() and (world > 1 or cfg.backend == "usp"):
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    sp = world if cfg.backend == "usp" else 1
-    return Ranks(rank, world, sp, dist.group.WORLD if cfg.backend == "usp" else None, torch.device(device))
+    device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device, usp, group = torch.device(device, local) if device == "cuda" else torch.device(device), None, None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    sp = (sp or world) if backend == "usp" else 1
+    require(world % sp == 0, f"--sp {sp} does not divide the {world} ranks; start a multiple of it")
+    if world > 1 or backend == "usp":
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+        mesh = dist.device_mesh.init_device_mesh(device.type, (world // sp, sp), mesh_dim_names=("dp", "sp"))
+        group = mesh["sp"].get_group() if backend == "usp" else None
+    return Ranks(rank, world // sp, sp, group, device)
 
-
-def all_sum(tensor, ranks):
-    """Sum over all ranks, in place; nothing to do for one."""
-    if ranks.world > 1:
+def all_sum(tensor):
+    """Sum over all ranks, in place; nothing to do without a process group."""
+    if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
-
-def any_rank(flag, ranks):
-    """True on every rank if it is on one."""
-    return bool(all_sum(torch.tensor(float(flag), device=ranks.device), ranks) > 0)
-
-
 def barrier(ranks):
-    all_sum(torch.zeros((), device=ranks.device), ranks)
-
+    if ranks.dp * ranks.sp > 1:
+        dist.barrier()
 
 def say(text):
-    """Print on rank 0, above a progress bar if there is one."""
+    """Print on rank 0, above the progress bar if there is one."""
     if int(os.environ.get("RANK", 0)) == 0:
         from tqdm import tqdm
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
-
-# ---- Optimizer, checkpoints ------------------------------------------------------------------------------------------
+# ---- Optimizer, checkpoints --------------------------------------------------------------------------------
 
 class MasterAdamW:
-    """AdamW on fp32 master copies of the parameters (the parameters themselves where they are fp32 already)."""
-
-    def __init__(self, model, weight_decay, betas=(0.9, 0.95)):
+    """AdamW on fp32 master copies of the parameters (on the parameters themselves where they are fp32)."""
+    def __init__(self, model, weight_decay):
         self.params = dict(model.named_parameters())
         self.masters = {name: p if p.dtype == fp32(p.dtype) else nn.Parameter(p.detach().float())
                         for name, p in self.params.items()}
-        decayed = [p for p in self.masters.values() if p.dim() > 1]
-        rest = [p for p in self.masters.values() if p.dim() <= 1]
-        self.adam = torch.optim.AdamW([{"params": decayed, "weight_decay": weight_decay},
-                                       {"params": rest, "weight_decay": 0.0}], lr=0.0, betas=betas, fused=True)
-        for p in self.masters.values():  # as AdamW makes them at its first step; here so that a checkpoint can be loaded
+        matrices, rest = ([p for p in self.masters.values() if (p.dim() > 1) == x] for x in (True, False))
+        self.adam = torch.optim.AdamW([dict(params=matrices, weight_decay=weight_decay),
+                                       dict(params=rest, weight_decay=0.0)], betas=(0.9, 0.95), fused=True)
+        for p in self.masters.values():  # AdamW makes these at its first step; a checkpoint needs them before
             self.adam.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
                                   "exp_avg_sq": torch.zeros_like(p)}
 
-    @torch.no_grad()
-    def step(self, lr, grad_scale):
-        for name, p in self.params.items():
-            master = self.masters[name]
-            master.grad = p.grad.to(master.dtype).mul_(grad_scale)
+    def step(self, lr, scale):
+        """One step with the gradients times `scale`."""
         for group in self.adam.param_groups:
             group["lr"] = lr
+        for name, master in self.masters.items():
+            master.grad = self.params[name].grad.to(master.dtype) * scale
         self.adam.step()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self):
         for name, p in self.params.items():
             if p is not self.masters[name]:
                 p.copy_(self.masters[name])
-
-    def state(self):
-        """{name: tensor}, the live ones: what a checkpoint saves and loads in place."""
-        found = {f"master.{name}": p.detach() for name, p in self.masters.items()}
-        for name, p in self.masters.items():
-            found |= {f"{key}.{name}": value for key, value in self.adam.state[p].items()}
-        return found
-
 
 def learning_rate(step, cfg):
     """Linear warm-up over warmup_steps, then a cosine from lr down to lr * lr_floor at the last step."""
@@ -1610,731 +1310,658 @@ def learning_rate(step, cfg):
     done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
     return cfg.lr * (cfg.lr_floor + (1 - cfg.lr_floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
-
-def training_state(model, optimizer, progress):
-    """Everything that a resumed run needs, as tensors by name: DCP writes them and reads them in place."""
-    state = {**optimizer.state(), "rng": torch.get_rng_state()}
-    state |= {name: buffer for name, buffer in model.named_buffers()}
-    return state | {"progress": torch.tensor([progress[key] for key in sorted(progress)], dtype=torch.float64)}
-
-
-def save_state(folder, model, optimizer, progress, keep, ranks):
-    """Write folder/step-N aside by torch.distributed.checkpoint, rename it, drop all but the newest `keep`."""
-    import torch.distributed.checkpoint as dcp
-    final = Path(folder) / f"step-{progress['step']}"
-    aside = final.with_name(f".{final.name}.partial")
+@contextlib.contextmanager
+def atomic(path, ranks=Ranks()):
+    """Write aside, fsync, rename: `path` (file or folder) is the old one or the complete new one, whenever
+    killed. Several ranks may write into one folder: rank 0 clears it before and renames it after."""
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.partial")
     if ranks.rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
     barrier(ranks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dcp announces that it saves from a single process
-        dcp.save(training_state(model, optimizer, progress), checkpoint_id=aside)
+    yield aside
+    barrier(ranks)
     if ranks.rank == 0:
-        for path in [*aside.iterdir(), aside]:
-            fsync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(aside, final)
-        fsync(final.parent)
-        for old in saved_states(folder)[:-keep]:
-            shutil.rmtree(old)
-    barrier(ranks)
+        for written in [*aside.rglob("*"), aside]:
+            fsync(written)
+        if path.is_dir():
+            shutil.rmtree(path)
+        os.replace(aside, path)
+        fsync(path.parent)
 
+def fsync(path):
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
 
-def saved_states(folder):
-    """Complete training states in `folder`, oldest first."""
-    found = [path for path in Path(folder).glob("step-*") if path.name[5:].isdigit()]
+def saved_states(out):
+    """Complete training states of a run, oldest first."""
+    found = [path for path in (Path(out) / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
+def training_state(model, optimizer, progress):
+    """{name: tensor} of all that a resumed run needs, for torch.distributed.checkpoint to write, or to read
+    in place. Data order and learning rate follow from the step."""
+    state = {"rng": torch.get_rng_state(), **dict(model.named_buffers())}
+    for name, p in optimizer.masters.items():
+        state[f"master.{name}"] = p.detach()
+        state |= {f"{key}.{name}": x for key, x in optimizer.adam.state[p].items()}
+    return state | {f"progress.{key}": torch.tensor(x, dtype=torch.float64) for key, x in progress.items()}
+
+def save_state(cfg, model, optimizer, progress, ranks):
+    """Write OUT/checkpoints/step-N, all ranks together; keep the newest `keep`."""
+    import torch.distributed.checkpoint as dcp
+    path = Path(cfg.out) / "checkpoints" / f"step-{progress['step']:.0f}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path, ranks) as aside, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dcp warns of a single process
+        dcp.save(training_state(model, optimizer, progress), checkpoint_id=aside)
+    for old in saved_states(cfg.out)[:-cfg.keep] if ranks.rank == 0 else []:
+        shutil.rmtree(old)
 
 def load_state(path, model, optimizer, progress):
-    """Read a training state in place: weights, moments, bias, RNG; returns `progress`. Its .metadata is a pickle: own runs
-    only."""
+    """Read a training state into model and optimizer; returns its progress. Its .metadata is a pickle: resume
+    only your own runs."""
     import torch.distributed.checkpoint as dcp
     state = training_state(model, optimizer, progress)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=path)
     torch.set_rng_state(state["rng"])
-    with torch.no_grad():
-        for name, p in optimizer.params.items():
-            p.copy_(optimizer.masters[name])
-    return dict(zip(sorted(progress), state["progress"].tolist()))
+    optimizer.publish()
+    return {key: state[f"progress.{key}"].item() for key in progress}
 
-
-# ---- Training and evaluation -----------------------------------------------------------------------------------------
+# ---- Options -----------------------------------------------------------------------------------------------
 
 def option(default, help, **more):
     return field(default=default, metadata={"help": help, **more})
 
+SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 
 @dataclass
 class ModelOptions:
-    target: str = option(None, "HF checkpoint directory or hub id (glm4_moe, hy_v3, llama..); default: demo")
-    dtype: str = option("auto", "dtype the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
+    target: str = option(None, "HF checkpoint directory or hub id: glm4_moe, hy_v3, bailing_moe_v2, or "
+                         "dense llama, mistral, qwen2, qwen3; default: the demo's, or the draft's")
+    dtype: str = option("auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
-    target_device_map: str = option(None, "passed to transformers as device_map, e.g. auto, for large targets")
+    target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
     trust_remote_code: bool = option(False, "let the target's repository run its own code")
-
 
 @dataclass
 class TrainConfig(ModelOptions):
-    data: list = option(None, "training files, .txt or .jsonl ({\"text\"} or {\"messages\"}); default: the demo's", type=str)
-    eval_data: list = option(None, "held-out files; default: every 20th sample of --data", type=str)
-    out: str = option("runs/demo", "draft directory to write; checkpoints/ and metrics.jsonl go there too")
+    data: list = option(None, "training files, .txt or .jsonl ({text} or {messages}); default: the demo's")
+    eval_data: list = option(None, "held-out files; default: every 20th sample of --data")
+    out: str = option("runs/demo", "draft directory to write, with checkpoints/ and metrics.jsonl")
     init: str = option("auto", "warm: the target's own MTP layer; scratch: random; auto: warm if it has one",
                        choices=["auto", "warm", "scratch"])
-    backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp = fa, row split over all ranks; "
-                          "auto = fa where it runs", choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
-    ttt_length: int = option(3, "K: draft steps trained per row")
-    n_routed_experts: int = option(None, "dense target: E, experts of its draft (8)")
-    num_experts_per_tok: int = option(None, "dense target: A, experts per token (2)")
-    moe_intermediate_size: int = option(None, "dense target: F, expert width")
-    n_shared_experts: int = option(None, "dense target: shared experts, times F = intermediate_size (4)")
-    recycle: str = option("post", "hidden state fed to the next step: post (after the final norm) or pre; README, Serving",
+    n_routed_experts: int = option(None, "E, for a dense target (default 8)")
+    num_experts_per_tok: int = option(None, "A, for a dense target (default 2)")
+    moe_intermediate_size: int = option(None, "F, for a dense target; F * n_shared_experts = its MLP width")
+    n_shared_experts: int = option(None, "for a dense target (default 4)")
+    backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp fa, rows split over ranks",
+                          choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
+    sp: int = option(None, "usp: ranks that share a row; default all")
+    ttt_length: int = option(3, "K, draft steps trained from every row")
+    recycle: str = option("post", "fed to the next step: post (after the final norm) or pre; README, Serving",
                           choices=["post", "pre"])
     zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
     ce_weight: float = option(1.0, "weight of the cross-entropy against the target's argmax")
     kl_weight: float = option(1.0, "weight of KL(target || draft)")
     decay: float = option(0.8, "step k weighs decay ** k")
-    steps: int = option(200, "optimizer steps")
+    steps: int = option(120, "optimizer steps")
     batch_size: int = option(8, "rows per optimizer step, over all ranks")
-    micro_batch_size: int = option(None, "rows per forward pass and rank; default: all of a rank's; smaller saves memory")
-    seq_len: int = option(256, "tokens per row; documents are packed into rows, longer ones cut")
+    micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
+    seq_len: int = option(256, "tokens per row: documents are packed into rows, longer ones cut")
     lr: float = option(None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm")
     lr_floor: float = option(0.1, "the cosine ends at lr times this")
-    warmup_steps: int = option(20, "linear warm-up")
+    warmup_steps: int = option(20, "steps of linear warm-up")
     weight_decay: float = option(0.01, "AdamW's, on matrices")
     clip: float = option(1.0, "largest global gradient norm")
-    balance_rate: float = option(None, "step of the router bias; default 0.01 from scratch, 0 warm")
-    seed: int = option(0, "initialisation and data order")
-    eval_every: int = option(0, "evaluate every N steps and keep the best draft in OUT/best; 0: at the end only")
+    balance_rate: float = option(None, "step of the router's bias; default 0.01 from scratch, 0 warm")
+    seed: int = option(0, "of initialisation and data order")
+    eval_every: int = option(0, "evaluate every N steps, best draft to OUT/best; 0: only before and after")
     eval_rows: int = option(32, "held-out rows per evaluation")
-    save_every: int = option(100, "save the training state every N steps, and at the end")
+    save_every: int = option(100, "save the training state every N steps (and at the end)")
     keep: int = option(2, "training states kept")
     log_every: int = option(10, "steps per line of metrics.jsonl")
-    resume: str = option(None, "auto: the newest state in OUT, if any; never; or a checkpoints/step-N folder; "
-                         "default: auto when torchrun restarts, else never")
+    resume: str = option(None, "auto: from OUT's newest state, if any; never; or a checkpoints/step-N; "
+                         "default: auto when torchrun restarts a run, else never")
 
+@dataclass
+class EvalConfig(ModelOptions):
+    draft: str = option(None, "draft directory")
+    data: list = option(None, "held-out files, .txt or .jsonl; default: the demo's")
+    backend: str = option("sdpa", "attention", choices=["sdpa", "fa", "auto"], also="--attention-backend")
+    ttt_length: int = option(None, "draft steps evaluated; default: the draft's")
+    seq_len: int = option(256, "tokens per row")
+    eval_rows: int = option(32, "rows evaluated")
+    micro_batch_size: int = option(8, "rows per forward pass")
 
-def check_train_config(cfg):
-    """Fill in defaults and refuse what cannot work, before anything is loaded. Raises ValueError with the remedy."""
-    for name in ("ttt_length", "steps", "batch_size", "seq_len", "eval_rows", "save_every", "keep", "log_every"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(cfg, name)}, must be at least 1")
-    if cfg.seq_len < cfg.ttt_length + 2:
-        raise ValueError(f"--seq-len {cfg.seq_len} leaves no row that counts at every step; give at least --ttt-length + 2 = "
-                         f"{cfg.ttt_length + 2}")
-    if cfg.data and not cfg.target:
-        raise ValueError("--data without --target: the demo target knows the standard library only; give --target DIR")
-    if cfg.target and not cfg.data:
-        raise ValueError("--target without --data: give --data FILE... (.txt or .jsonl)")
-    if cfg.target and cfg.out == TrainConfig.out:
-        raise ValueError(f"--out {cfg.out} is the demo's folder; give --out DIR")
-    if cfg.ce_weight < 0 or cfg.kl_weight < 0 or cfg.ce_weight + cfg.kl_weight == 0:
-        raise ValueError(f"--ce-weight {cfg.ce_weight} and --kl-weight {cfg.kl_weight}: at least one must be positive")
-    resume = cfg.resume or ("auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else "never")
-    if resume not in ("auto", "never") and not (Path(resume) / ".metadata").exists():
-        raise ValueError(f"--resume {resume} is no complete training state; give auto, never or OUT/checkpoints/step-N")
-    held = saved_states(Path(cfg.out) / "checkpoints")
-    if held and resume == "never" and cfg.out != TrainConfig.out:
-        raise ValueError(f"--out {cfg.out} already holds checkpoints up to {held[-1].name}: add --resume auto to continue "
-                         "that run, or give another --out")
-    return replace(cfg, resume=resume)
-
-
-def choose_backend(cfg, ranks, dtype):
-    """The name of the attention backend, `auto` resolved and announced; asking for what cannot run is an error."""
-    reason = why_not_fa(ranks.device.type, dtype)
-    if cfg.backend == "auto":
-        chosen = "sdpa" if reason else "fa"
-        say(f"backend: {chosen} (" + (f"fa cannot run: {reason})" if reason else f"fa runs on this {ranks.device.type})"))
-        return chosen
-    if cfg.backend != "sdpa" and reason:
-        raise ValueError(f"--backend {cfg.backend} cannot run: {reason}. Use --backend sdpa.")
-    return cfg.backend
-
-
-def make_draft(cfg, target, ranks):
-    """(model, "warm" or "scratch"): the draft on its device, with the target's embedding and head."""
-    prefix = mtp_prefix(target.config, target.checkpoint.files)
-    if cfg.init == "warm" and prefix is None:
-        raise ValueError(f"--init warm: {target.path} has no MTP layer model.layers.{target.config['num_hidden_layers']}.*; "
-                         "use --init scratch")
-    init = "warm" if prefix and cfg.init != "scratch" else "scratch"
-    model = MTP(target.draft_config).to(target.lm_head.dtype)
-    model.reset_parameters(torch.Generator().manual_seed(cfg.seed))
-    if init == "warm":
-        warm_start(model, target.checkpoint, target.config["model_type"], prefix)
-    model.to(ranks.device).set_target(target.embed, target.lm_head)
-    return model, init
-
-
-def read_data(cfg, target):
-    """(training rows, held-out rows): the demo's files or the user's, held-out samples never among the training ones."""
-    files, held = (cfg.data, cfg.eval_data) if cfg.target else stdlib_files()
-    if not cfg.target:
-        files, held = files[::6], held[::6]  # the demo uses 100k tokens: no need to read ten million
-    samples = read_samples(files, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
-    if held:
-        held = read_samples(held, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
-    elif len(samples) < 2:
-        raise ValueError("--data has a single sample, so none can be held out; give --eval-data FILE")
-    else:
-        step = min(20, len(samples))
-        samples, held = [s for i, s in enumerate(samples) if i % step], samples[::step]
-    rows = Rows(samples, cfg.seq_len, cfg.seed)
-    tokens = sum(len(s.input_ids) for s in samples)
-    say(f"data: {len(samples)} samples, {tokens:,} tokens in {rows.per_epoch} rows of {cfg.seq_len} (fill ratio "
-        f"{tokens / rows.per_epoch / cfg.seq_len:.2f}), {len(held)} samples held out")
-    return rows, spread(pack(held, cfg.seq_len), cfg.eval_rows)
-
-
-def spread(rows, most):
-    """At most `most` rows, evenly spread."""
-    return rows if len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
-
-
-def row_length(rows, cfg, device):
-    """What rows are padded to: the longest; always seq_len on CUDA, where each new length compiles kernels anew."""
-    return cfg.seq_len if device.type == "cuda" else max(sum(len(s.input_ids) for s in row) for row in rows)
-
-
-def loss_options(cfg):
-    return {name: getattr(cfg, name) for name in
-            ("ttt_length", "ce_weight", "kl_weight", "decay", "recycle", "zero_first_embedding")}
-
-
-def train_step(model, rows, target, cfg, ranks, backend):
-    """Forward and backward of one optimizer step over this rank's rows, gradients summed over all ranks.
-
-    Returns sums [5, K] float64 (CE, KL, right, count, prefix hits, over all ranks), expert load [E], tokens, and the names of
-    samples whose hidden states are not finite."""
-    size = cfg.micro_batch_size or max(1, len(rows))
-    parts = [rows[i:i + size] for i in range(0, len(rows), size)]
-    batches = [(part, collate(part, row_length(part, cfg, ranks.device), ranks.device)) for part in parts]
-    counts = torch.zeros(cfg.ttt_length, dtype=torch.long, device=ranks.device)
-    for part, (ids, mask, docs) in batches:
-        counts += valid_counts(mask, docs, cfg.ttt_length, batch=ids.shape[0], length=ids.shape[1])
-    if ranks.sp < ranks.world:
-        all_sum(counts, ranks)
-    sums, load, bad = torch.zeros(5, cfg.ttt_length, dtype=torch.float64, device=ranks.device), 0, []
-    model.zero_grad(set_to_none=False)
-    for part, (ids, mask, docs) in batches:
-        hidden = packed_states(part, ids.shape[1], target)
-        if not hidden.isfinite().all():
-            states = target.states([s.input_ids for row in part for s in row])
-            bad += [s.name for s, h in zip([s for row in part for s in row], states) if not h.isfinite().all()]
-        out = ttt_loss(model, ids, hidden, mask, docs, backend=backend, group=ranks.group, counts=counts,
-                       **loss_options(cfg))
-        out.loss.backward()
-        n = out.count.double()
-        sums += torch.stack([out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double()])
-        load = load + out.expert_load
-    if ranks.world > 1:
-        for p in model.parameters():
-            dist.all_reduce(p.grad)  # summed, never averaged: the loss is already divided by the global count
-    if ranks.sp < ranks.world:
-        all_sum(sums, ranks), all_sum(load, ranks)
-    return sums, load, sum(len(s.input_ids) for row in rows for s in row), bad
-
-
-@torch.no_grad()
-def evaluate(model, rows, target, cfg, ranks, backend):
-    """Acceptance over held-out rows, sums first, one division at the end: a dict of ce, kl, acc, walk (lists [K]) and
-    accept_len (all counted rows), accept_len_walk (the rounds that serving would run), rows."""
-    K, size = cfg.ttt_length, cfg.micro_batch_size or 8
-    sums, rounds = torch.zeros(5, K, dtype=torch.float64, device=ranks.device), torch.zeros(K + 1, dtype=torch.float64)
-    mine = rows[ranks.dp_rank::ranks.dp]
-    for i in range(0, len(mine), size):
-        part = mine[i:i + size]
-        length = row_length(part, cfg, ranks.device)
-        ids, mask, docs = collate(part, length, ranks.device)
-        out = ttt_loss(model, ids, packed_states(part, length, target), mask, docs, backend=backend, group=ranks.group,
-                       **loss_options(cfg))
-        n = out.count.double()
-        sums += torch.stack([out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double()])
-        rounds += walk(out.hits, mask, Documents(docs, *ids.shape, ids.device))
-    rounds = rounds.to(ranks.device)
-    if ranks.sp < ranks.world:
-        all_sum(sums, ranks), all_sum(rounds, ranks)
-    n = sums[3].clamp(min=1)
-    return {"ce": (sums[0] / n).tolist(), "kl": (sums[1] / n).tolist(), "acc": (sums[2] / n).tolist(),
-            "accept_len": 1 + (sums[4] / n).sum().item(), "walk": (rounds[1:] / rounds[0].clamp(min=1)).tolist(),
-            "accept_len_walk": 1 + (rounds[1:].sum() / rounds[0].clamp(min=1)).item(), "rows": int(sums[3, 0])}
-
-
-def walk(hits, loss_mask, docs):
-    """[1 + K]: rounds, and rounds that accepted position k, of speculative decoding along each text in turn.
-
-    hits (K, B, T): drafted token k of row t is the target's. A text is a maximal run of unmasked tokens s..e-1; its first token
-    came from the prefill, so the first root is row s - 1; a round accepts n tokens and the next root is n + 1 rows on."""
-    K, B, T = hits.shape
-    total = [0] * (K + 1)
-    accepted = hits.long().cumprod(0).tolist()
-    for b in range(B):
-        runs, mask = docs.run[b].tolist(), (loss_mask[b] != 0).tolist()
-        t = 0
-        while t < T:
-            if not mask[t] or runs[t] < 0:
-                t += 1
-                continue
-            end = t
-            while end < T and mask[end] and runs[end] == runs[t]:
-                end += 1
-            root = t - 1 if t and runs[t - 1] == runs[t] else t
-            while root + 2 < end:
-                n = 0
-                while n < K and root + 2 + n < end and accepted[n][b][root]:
-                    n += 1
-                    total[n] += 1
-                total[0] += 1
-                root += n + 1
-            t = end
-    return torch.tensor(total, dtype=torch.float64)
-
-
-def acceptance_table(rows):
-    """Lines of a table of {label: evaluate()'s result}."""
-    K = len(next(iter(rows.values()))["acc"])
-    head = "".join(f"{f'acc_{k}':>8}" for k in range(K)) + f"{'accept_len':>12}{'accept_len_walk':>17}"
-    return [f"{'':8}{head}"] + [
-        f"{label:8}" + "".join(f"{a:8.3f}" for a in row["acc"]) + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}"
-        for label, row in rows.items()]
-
-
-def draft_meta(cfg, target):
-    return dict(ttt_length=cfg.ttt_length, recycle=cfg.recycle, zero_first_embedding=cfg.zero_first_embedding,
-                target=str(Path(target.path).resolve()), target_config_sha256=target.sha256)
-
-
-class Stop:
-    """Set by SIGINT or SIGTERM: the step in progress ends, its state is saved, the run exits cleanly."""
-
-    def __init__(self):
-        self.signal = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self)
-
-    def __call__(self, number, frame):
-        self.signal = self.signal or signal.Signals(number).name
-
-
-def open_demo(ranks):
-    path = demo_folder()
-    if ranks.rank == 0 and not (path / "config.json").exists():
-        build_demo_target(path)
-    barrier(ranks)
-    return path
-
-
-def open_target(cfg, ranks, path=None):
-    path = path or cfg.target or open_demo(ranks)
-    dtype = cfg.dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-    return Target(path, dtype=dtype, device=ranks.device, device_map=cfg.target_device_map,
-                  trust_remote_code=cfg.trust_remote_code, **{key: getattr(cfg, key, None) for key in SIZES})
-
-
-def train(cfg):
-    """Train a draft; writes OUT/model.safetensors, config.json, metrics.jsonl, checkpoints/. Returns before/after results."""
-    cfg = check_train_config(cfg)
-    ranks = start_ranks(cfg)
-    target = open_target(cfg, ranks)
-    if cfg.seq_len > target.draft_config.max_position_embeddings:
-        raise ValueError(f"--seq-len {cfg.seq_len} exceeds the target's max_position_embeddings "
-                         f"{target.draft_config.max_position_embeddings}")
-    backend = choose_backend(cfg, ranks, target.lm_head.dtype)
-    H = target.draft_config.num_attention_heads
-    if H % ranks.sp:
-        raise ValueError(f"--backend usp: {ranks.sp} ranks do not divide {H} attention heads; start "
-                         f"{math.gcd(H, ranks.sp)} ranks")
-    rows, held = read_data(cfg, target)
-    model, init = make_draft(cfg, target, ranks)
-    cfg = replace(cfg, lr=cfg.lr or (3e-3 if init == "scratch" else 1e-4),
-                  balance_rate=(0.01 if init == "scratch" else 0.0) if cfg.balance_rate is None else cfg.balance_rate)
-    say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, {init} from {target.path}, "
-        f"{str(model.eh_proj.weight.dtype)[6:]} on {ranks.device}, {ranks.dp} x {ranks.sp} ranks (data x sequence)")
-    optimizer = MasterAdamW(model, cfg.weight_decay)
-    progress = resume_run(cfg, model, optimizer, ranks)
-    run = partial(evaluate, model, held, target, cfg, ranks, backend)
-    results = {"before": run()} if progress["step"] == 0 else {}
-    if results:
-        say("\n".join(acceptance_table(results)))
-        if init == "warm" and results["before"]["ce"][0] > 0.9 * math.log(model.config.vocab_size):
-            say(f"warning: warm start, yet the step-0 loss {results['before']['ce'][0]:.2f} is near ln V = "
-                f"{math.log(model.config.vocab_size):.2f}, that of a random layer: is this the right MTP layer?")
-    stopped = train_loop(cfg, model, optimizer, progress, rows, target, ranks, backend, run)
-    if stopped:
-        say(f"stopped by {stopped} after step {progress['step']:.0f}, state saved; continue with --resume auto")
-        return results
-    results["after"] = run()
-    say("\n".join(acceptance_table(results)))
-    if progress["skipped"]:
-        say(f"{progress['skipped']:.0f} steps were skipped: loss or gradient not finite; metrics.jsonl names the samples")
-    if ranks.rank == 0:
-        save_draft(cfg.out, model, draft_meta(cfg, target))
-    say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} --prompt \"def main():\"")
-    return results
-
-
-def resume_run(cfg, model, optimizer, ranks):
-    """Progress of the run to continue (its state loaded), or of a new one (the demo's old states removed)."""
-    progress, folder = {"step": 0, "skipped": 0, "skipped_in_a_row": 0, "best": 0.0}, Path(cfg.out) / "checkpoints"
-    held = saved_states(folder)
-    if cfg.resume == "never" and ranks.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        Path(cfg.out).mkdir(parents=True, exist_ok=True)
-        (Path(cfg.out) / "metrics.jsonl").unlink(missing_ok=True)
-    barrier(ranks)
-    path = cfg.resume if cfg.resume not in ("auto", "never") else held[-1] if held and cfg.resume == "auto" else None
-    if path:
-        progress = load_state(path, model, optimizer, progress)
-        say(f"resumed from {path}")
-    return progress
-
-
-def train_loop(cfg, model, optimizer, progress, rows, target, ranks, backend, run):
-    """Optimizer steps from progress["step"] to cfg.steps; returns the signal that ended it early, or None."""
-    from tqdm import tqdm
-    stop, clock, since = Stop(), time.perf_counter(), {"tokens": 0, "sums": 0}
-    bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", unit="step", disable=ranks.rank > 0, mininterval=1)
-    while progress["step"] < cfg.steps:
-        step = int(progress["step"])
-        mine = [rows[step * cfg.batch_size + i] for i in range(ranks.dp_rank, cfg.batch_size, ranks.dp)]
-        sums, load, tokens, bad = train_step(model, mine, target, cfg, ranks, backend)
-        norm = torch.stack([p.grad.float().norm() for p in model.parameters()]).norm().item()
-        lr = learning_rate(step, cfg)
-        if any_rank(not (math.isfinite(norm) and sums.isfinite().all()), ranks):
-            skip_step(progress, bad or [s.name for row in mine for s in row], cfg, ranks)
-        else:
-            optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
-            if cfg.balance_rate:
-                balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
-            progress["skipped_in_a_row"] = 0
-            since["sums"] = since["sums"] + sums
-        progress["step"] = step + 1
-        since["tokens"] += tokens * ranks.dp
-        done, signalled = step + 1 == cfg.steps, any_rank(bool(stop.signal), ranks)
-        if (step + 1) % cfg.log_every == 0 or done:
-            now = time.perf_counter()
-            log_metrics(cfg, progress, since, load, norm, lr, now - clock, bar, ranks)
-            clock, since = now, {"tokens": 0, "sums": 0}
-        bar.update()
-        if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and not done:
-            keep_best(cfg, model, target, run(), progress, ranks)
-        if (step + 1) % cfg.save_every == 0 or done or signalled:
-            save_state(Path(cfg.out) / "checkpoints", model, optimizer, progress, cfg.keep, ranks)
-            if ranks.rank == 0:
-                save_draft(cfg.out, model, draft_meta(cfg, target))
-        if signalled and not done:
-            bar.close()
-            return stop.signal or "a signal to another rank"
-    bar.close()
-    return None
-
-
-def skip_step(progress, names, cfg, ranks):
-    """Count a step whose loss or gradient is not finite, name its samples; ten in a row are an error."""
-    progress["skipped"] += 1
-    progress["skipped_in_a_row"] += 1
-    append_line(cfg, {"step": int(progress["step"]) + 1, "skipped": names}, ranks)
-    say(f"step {progress['step'] + 1:.0f} skipped, loss or gradient not finite: {', '.join(names[:4])}")
-    if progress["skipped_in_a_row"] >= 10:
-        raise ValueError("ten steps in a row had a loss or gradient that is not finite; the last samples: "
-                         f"{', '.join(names[:4])}. Lower --lr, or remove those samples.")
-
-
-def keep_best(cfg, model, target, result, progress, ranks):
-    say("\n".join(acceptance_table({f"{progress['step']:.0f}": result})))
-    if result["accept_len"] > progress["best"]:
-        progress["best"] = result["accept_len"]
-        if ranks.rank == 0:
-            save_draft(Path(cfg.out) / "best", model, draft_meta(cfg, target))
-
-
-def append_line(cfg, line, ranks):
-    if ranks.rank == 0:
-        with open(Path(cfg.out) / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def log_metrics(cfg, progress, since, load, norm, lr, seconds, bar, ranks):
-    """One line of metrics.jsonl: means over the steps since the last one; and the progress bar's figures."""
-    if not torch.is_tensor(since["sums"]):
-        return
-    ce, kl, right, n, prefix = since["sums"]
-    n = n.clamp(min=1)
-    weight = cfg.decay ** torch.arange(cfg.ttt_length, dtype=torch.float64, device=n.device)
-    loss = (weight / weight.sum() * (cfg.ce_weight * ce + cfg.kl_weight * kl) / n).sum().item()
-    line = {"step": int(progress["step"]), "loss": loss, "ce": (ce / n).tolist(), "kl": (kl / n).tolist(),
-            "acc": (right / n).tolist(), "accept_len": 1 + (prefix / n).sum().item(), "grad_norm": norm, "lr": lr,
-            "tokens_per_second": since["tokens"] / seconds, "top_expert_share": (load.max() / load.sum().clamp(min=1)).item(),
-            "skipped": int(progress["skipped"])}
-    append_line(cfg, line, ranks)
-    bar.set_postfix(loss=f"{loss:.3f}", accept_len=f"{line['accept_len']:.2f}",
-                    tok_s=f"{line['tokens_per_second']:.0f}", refresh=False)
-
-
-# ---- Speculative decoding --------------------------------------------------------------------------------------------
-
-class Decoding(NamedTuple):
-    ids: list        # prompt and everything verified, the last round whole, even past the length limit or the end token
-    n_prompt: int
-    rounds: list     # accepted tokens of each round
-    margins: list    # of each token the first round onwards: the target's best logit and its lead over the second
-    seconds: float
-
-
-class Drafter:
-    """The serving scheme: a growing cache of draft keys for the verified prefix, rewritten from the target's true hidden states
-    after every verification, and one appended key per drafted token."""
-
-    def __init__(self, model, recycle, zero_first_embedding):
-        self.model, self.recycle, self.zero_first = model, recycle, zero_first_embedding
-        self.past_k, self.past_v = [], []
-
-    def rows(self, tokens, hidden, start):
-        """Run rows start.. (token ids of the NEXT positions, hidden states (1, n, C)); returns the last row's n and r."""
-        ids = torch.tensor([tokens], device=hidden.device)
-        positions = torch.arange(start, start + len(tokens), device=hidden.device)[None]
-        embeds = self.model.embed(ids)
-        if self.zero_first:
-            embeds = embeds.masked_fill((positions == 0)[..., None], 0)
-        n, r, self.past_k, self.past_v, _ = self.model(embeds, hidden.to(embeds.dtype), positions, self.past_k, self.past_v,
-                                                       None, attend_decode)
-        return n[:, -1:], r[:, -1:]
-
-    def draft(self, tokens, hidden, start, K):
-        """K greedy draft tokens. `tokens`: the verified ones from position start + 1, hidden: true states from `start`."""
-        self.past_k, self.past_v = ([x[:, :start] for x in past] for past in (self.past_k, self.past_v))
-        drafted, end = [], start + len(tokens)
-        n, r = self.rows(tokens, hidden, start)
-        for k in range(K):
-            drafted.append(self.model.logits(n).argmax(-1).item())
-            if k < K - 1:
-                n, r = self.rows(drafted[-1:], n if self.recycle == "post" else r, end + k)
-        return drafted
-
-
-@torch.no_grad()
-def decode(target, ids, max_new_tokens, drafter=None, K=0, eos=()):
-    """Greedy decoding of `ids` (a list) by the target, with K drafted tokens verified per round (K = 0: plain). Lossless."""
-    from transformers import DynamicCache
-    began, cache, tokens, n_prompt = time.perf_counter(), DynamicCache(config=target.model.config), list(ids), len(ids)
-    rounds, margins, new, hidden, start = [], [], list(ids), None, 0
-    while True:
-        positions = torch.arange(len(tokens) - len(new), len(tokens), device=target.model.device)[None]
-        out = target.model.base_model(torch.tensor([new], device=target.model.device), position_ids=positions,
-                                      use_cache=True, **{target.cache_name: cache}).last_hidden_state.to(target.device)
-        drafted = new[1:] if rounds or hidden is not None else []
-        logits = F.linear(out[0, len(new) - len(drafted) - 1:].to(target.lm_head.dtype), target.lm_head)
-        greedy, n = logits.argmax(-1).tolist(), 0
-        while n < len(drafted) and drafted[n] == greedy[n]:
-            n += 1
-        if hidden is not None:
-            rounds.append(n)
-        for row in logits[:n + 1].float().topk(2).values.tolist():
-            margins.append((row[0], row[0] - row[1]))
-        tokens = tokens[:len(tokens) - len(drafted) + n] + [greedy[n]]
-        cache.crop(n - len(drafted))  # negative: forget the refused ones
-        fresh = greedy[:n + 1] if hidden is not None else [greedy[0]]
-        hidden, first = out[:, :len(new) - len(drafted) + n], start
-        start = len(tokens) - 1
-        if len(tokens) - n_prompt >= max_new_tokens or any(token in eos for token in fresh):
-            return Decoding(tokens, n_prompt, rounds, margins, time.perf_counter() - began)
-        drafted = drafter.draft(tokens[first + 1:], hidden, first, K) if K else []
-        new = tokens[-1:] + drafted
-        tokens = tokens + drafted
-
-
-def trimmed(result, max_new_tokens, eos):
-    """The answer's tokens: cut at the length limit, and before the end token."""
-    answer = result.ids[result.n_prompt:][:max_new_tokens]
-    ends = [i for i, token in enumerate(answer) if token in eos]
-    return answer[:ends[0]] if ends else answer
-
+@dataclass
+class DataConfig(ModelOptions):
+    prompts: str = option(None, "prompts: .txt, one a line, or .jsonl of {prompt} or {messages}")
+    out: str = option(None, ".jsonl to append to, a line per prompt; goes on where it was interrupted")
+    max_new_tokens: int = option(256, "length limit of an answer")
+    batch_size: int = option(16, "prompts answered at a time")
+    raw: bool = option(False, "continue prompts as plain text even if the tokenizer has a chat template")
 
 @dataclass
 class GenerateConfig(ModelOptions):
     draft: str = option(None, "draft directory")
     prompt: str = option(None, "text to continue")
-    max_new_tokens: int = option(128, "length limit of the answer")
     chat: bool = option(False, "put the prompt through the tokenizer's chat template")
-    k: int = option(None, "drafted tokens per round; default: the draft's ttt_length")
+    max_new_tokens: int = option(128, "length limit of the answer")
+    ttt_length: int = option(None, "tokens drafted per round; default: the draft's")
 
+def check_train_config(cfg):
+    """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
+    for name in ("ttt_length", "steps", "batch_size", "micro_batch_size", "eval_rows", "save_every", "keep",
+                 "log_every"):
+        value = getattr(cfg, name)
+        require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
+    require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts at every "
+            f"step; give --ttt-length + 2 = {cfg.ttt_length + 2} or more")
+    require(cfg.target or not cfg.data, "--data without --target: the demo's target knows only its own text; "
+            "give --target DIR")
+    require(cfg.data or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
+    require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
+    require(min(cfg.ce_weight, cfg.kl_weight) >= 0 and cfg.ce_weight + cfg.kl_weight > 0, f"--ce-weight "
+            f"{cfg.ce_weight} --kl-weight {cfg.kl_weight}: neither may be negative, one must be positive")
+    require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
+    restarted, held = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), saved_states(cfg.out)
+    resume = cfg.resume or ("auto" if restarted else "never")
+    require(resume in ("auto", "never") or (Path(resume) / ".metadata").exists(), f"--resume {resume} is no "
+            "complete training state: give auto, never or OUT/checkpoints/step-N")
+    require(not held or resume != "never" or cfg.out == TrainConfig.out, f"--out {cfg.out} holds training "
+            "states: add --resume auto to continue that run, or give another --out")
+    return replace(cfg, resume=resume)
 
-@dataclass
-class EvalConfig(ModelOptions):
-    draft: str = option(None, "draft directory")
-    data: list = option(None, "held-out files, .txt or .jsonl; default: the demo's", type=str)
-    backend: str = option("sdpa", "attention backend", choices=["sdpa", "fa", "auto"], also="--attention-backend")
-    ttt_length: int = option(None, "steps to evaluate; default: the draft's")
-    seq_len: int = option(256, "tokens per row")
-    eval_rows: int = option(32, "rows evaluated")
-    micro_batch_size: int = option(8, "rows per forward pass")
+def choose_backend(name, device, dtype):
+    """`name`, or what "auto" stands for here (announced). A backend that cannot run is a ValueError."""
+    reason = why_not_fa(device.type, dtype)
+    if name == "auto":
+        name = "sdpa" if reason else "fa"
+        say(f"backend {name}: " + (f"fa cannot run: {reason}" if reason else "memory linear in T"))
+    require(name == "sdpa" or not reason, f"--backend {name} cannot run: {reason}. Use --backend sdpa")
+    return name
 
+# ---- Training and evaluation -------------------------------------------------------------------------------
 
-def open_draft(cfg, ranks):
-    """(model with its target set, target, config.json of the draft); a target that is not the draft's is refused."""
-    if not cfg.draft:
-        raise ValueError("--draft DIR is required: a directory that training wrote, e.g. runs/demo")
+class Run:
+    """What training and evaluation share: draft, target, ranks, and how batches and the loss are taken."""
+    def __init__(self, model, target, cfg, ranks, backend):
+        self.model, self.target, self.cfg, self.ranks = model, target, cfg, ranks
+        names = ("ttt_length", "ce_weight", "kl_weight", "decay", "recycle", "zero_first_embedding")
+        self.loss = partial(ttt_loss, model, backend=backend, group=ranks.group,
+                            **{name: getattr(cfg, name) for name in names})
+
+    def batches(self, rows):
+        """This rank's share of `rows` in micro-batches: (ids, hidden_states, mask, doc_ids), bad names."""
+        cfg, ranks = self.cfg, self.ranks
+        rows = rows[ranks.rank // ranks.sp::ranks.dp]
+        for i in range(0, len(rows), cfg.micro_batch_size):
+            part = rows[i:i + cfg.micro_batch_size]
+            longest = max(sum(len(sample.input_ids) for sample in row) for row in part)
+            length = cfg.seq_len if ranks.device.type == "cuda" else longest  # CUDA compiles for each length
+            yield make_batch(part, length, self.target, ranks.device)
+
+    def tally(self, out=None):
+        """[5, K] float64 sums: CE, KL, right, counted, prefix hits; zeros without `out`."""
+        if out is None:
+            return torch.zeros(5, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
+        n = out.count.double()
+        return torch.stack([out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double()])
+
+    def gradients(self, rows):
+        """Forward and backward of an optimizer step, gradients summed over all ranks, never averaged. Returns
+        tally [5, K] and expert load [E], over all ranks, and names of samples whose states are not finite."""
+        batches, tally, sp = list(self.batches(rows)), self.tally(), self.ranks.sp
+        counts, load = tally[0].long(), tally.new_zeros(self.model.config.n_routed_experts).long()
+        for (ids, _, mask, docs), _ in batches:
+            counts += valid_counts(mask, docs, len(counts), batch=ids.shape[0], length=ids.shape[1])
+        counts = all_sum(counts) // sp  # the ranks of a group count the same rows
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p)  # a rank without rows takes part, too
+        for batch, _ in batches:
+            out = self.loss(*batch, counts=counts)
+            out.loss.backward()
+            tally, load = tally + self.tally(out), load + out.expert_load
+        for p in self.model.parameters():
+            all_sum(p.grad)
+        return all_sum(tally) / sp, all_sum(load) // sp, [name for _, bad in batches for name in bad]
+
+    @torch.no_grad()
+    def evaluate(self, rows):
+        """Acceptance over `rows`; sums over all of them first, one division at the end. A dict: ce, kl, acc,
+        walk (lists [K]), accept_len (of all counted rows), accept_len_walk (of serving's rounds), rows."""
+        tally, rounds = self.tally(), self.tally().new_zeros(self.cfg.ttt_length + 1)
+        for (ids, hidden, mask, docs), _ in self.batches(rows):
+            out = self.loss(ids, hidden, mask, docs)
+            tally += self.tally(out)
+            rounds += walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(rounds.device)
+        (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
+        return {**means(tally), "walk": [n / max(1, n_rounds) for n in accepted], "rows": int(tally[3, 0]),
+                "accept_len_walk": 1 + sum(accepted) / max(1, n_rounds)}
+
+    def write_draft(self, path):
+        cfg, target = self.cfg, self.target
+        if self.ranks.rank == 0:
+            save_draft(path, self.model, dict(
+                ttt_length=cfg.ttt_length, recycle=cfg.recycle, zero_first_embedding=cfg.zero_first_embedding,
+                target=str(target.path.resolve()), target_config_sha256=target.sha256))
+
+    def append(self, line):
+        """A line of metrics.jsonl."""
+        if self.ranks.rank == 0:
+            with open(Path(self.cfg.out) / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+def means(tally):
+    ce, kl, acc, _, prefix = tally / tally[3].clamp(min=1)
+    return {"ce": ce.tolist(), "kl": kl.tolist(), "acc": acc.tolist(), "accept_len": 1 + prefix.sum().item()}
+
+def walk(hits, loss_mask, docs):
+    """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text in turn.
+
+    hits (K, B, T): token k drafted from row t is the target's. A text is a maximal run of unmasked tokens;
+    its first comes from the prefill, so the first root is the row before it; after n accepted tokens the next
+    root is n + 1 rows on."""
+    accepted, total = hits.long().cumprod(0).sum(0).tolist(), torch.zeros(len(hits) + 1, dtype=torch.float64)
+    for at in Documents(docs.run.masked_fill(loss_mask == 0, -1), *docs.run.shape, docs.run.device).segments:
+        b, start, stop = at[0].start, at[1].start, at[1].stop
+        root = start - int(start > 0 and docs.run[b, start - 1] == docs.run[b, start])
+        while root + 2 < stop:  # the first token to draft is x[root + 2]
+            n = min(accepted[b][root], stop - root - 2)
+            total[0] += 1
+            total[1:n + 1] += 1
+            root += n + 1
+    return total
+
+def acceptance_table(results):
+    """Text of a table of {label: Run.evaluate's result}."""
+    steps = range(len(next(iter(results.values()))["acc"]))
+    lines = [" " * 8 + "".join(f"   acc_{k}" for k in steps) + "  accept_len  accept_len_walk"]
+    for label, row in results.items():
+        lines.append(f"{label:8}" + "".join(f"{a:8.3f}" for a in row["acc"])
+                     + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}")
+    return "\n".join(lines)
+
+def open_target(cfg, ranks):
+    """The target of --target, else the demo's, which rank 0 builds in the first run."""
+    path = cfg.target
+    if path is None:
+        caches, python = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", sys.version_info
+        path = Path(caches) / "mtp" / f"demo-target-1-python{python.major}.{python.minor}"
+        if ranks.rank == 0 and not path.exists():
+            build_demo_target(path)
+        barrier(ranks)  # the others wait
+    return Target(cfg, path, ranks.device)
+
+def make_draft(cfg, target, ranks):
+    """(model, "warm" or "scratch"): the draft on its device, with the target's embedding and head."""
+    prefix = mtp_prefix(target.config, target.checkpoint.files)
+    require(prefix or cfg.init != "warm", f"--init warm, but {target.path} has no MTP layer, "
+            f"layer {target.config['num_hidden_layers']}. --init scratch trains a new one")
+    init = "warm" if prefix and cfg.init != "scratch" else "scratch"
+    model = MTP(target.draft_config).to(target.lm_head.dtype)
+    init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
+    if init == "warm":
+        warm_start(model, target.checkpoint, prefix)
+    model.to(ranks.device).set_target(target.embed, target.lm_head)
+    return model, init
+
+def read_rows(cfg, target):
+    """(training rows, held-out rows): the demo's files or the user's; no held-out sample is trained on."""
+    files, held = (cfg.data, cfg.eval_data) if cfg.target else stdlib_files(every=6)
+    samples, held = (paths and read_samples(paths, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
+                     for paths in (files, held))
+    if not held:
+        require(len(samples) > 1, "--data holds a single sample, none can be held out; give --eval-data FILE")
+        every = min(20, len(samples))
+        samples, held = [s for i, s in enumerate(samples) if i % every], samples[::every]
+    rows = pack([samples[i] for i in shuffled(len(samples), cfg.seed, -1)], cfg.seq_len)
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    say(f"data: {tokens:,} tokens of {len(samples):,} samples in {len(rows):,} rows of {cfg.seq_len} (fill "
+        f"ratio {tokens / len(rows) / cfg.seq_len:.2f}); {len(held):,} samples held out")
+    return rows, spread(pack(held, cfg.seq_len), cfg.eval_rows)
+
+def spread(rows, most):
+    """At most `most` rows, evenly spread."""
+    return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
+
+def train(cfg):
+    """Train a draft. Writes OUT/model.safetensors, config.json, metrics.jsonl and checkpoints/; returns the
+    evaluations {"before": .., "after": ..}."""
+    cfg = check_train_config(cfg)
+    torch.manual_seed(cfg.seed)
+    ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
+    target = open_target(cfg, ranks)
+    shape = target.draft_config
+    H, longest = shape.num_attention_heads, shape.max_position_embeddings
+    require(cfg.seq_len <= longest, f"--seq-len {cfg.seq_len} exceeds the target's max_position_embeddings "
+            f"{longest}")
+    require(H % ranks.sp == 0, f"--backend usp: {ranks.sp} ranks do not divide {H} attention heads; give "
+            f"--sp {math.gcd(H, ranks.sp)}")
+    backend = choose_backend(cfg.backend, ranks.device, target.lm_head.dtype)
+    rows, held = read_rows(cfg, target)
+    model, init = make_draft(cfg, target, ranks)
+    scratch = init == "scratch"
+    cfg = replace(cfg, lr=cfg.lr or (3e-3 if scratch else 1e-4),
+                  balance_rate=0.01 * scratch if cfg.balance_rate is None else cfg.balance_rate)
+    say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, {init}, {target.lm_head.dtype} "
+        f"on {ranks.dp} x {ranks.sp} {ranks.device.type} ranks (data x sequence), for {target.path}")
+    optimizer, run = MasterAdamW(model, cfg.weight_decay), Run(model, target, cfg, ranks, backend)
+    progress, results = start_or_resume(run, optimizer), {}
+    if not progress["step"]:
+        results["before"] = run.evaluate(held)
+        say(acceptance_table(results))
+        ce, chance = results["before"]["ce"][0], math.log(shape.vocab_size)
+        if not scratch and ce > 0.9 * chance:
+            say(f"warning: the warm start's step-0 loss {ce:.2f} is near ln V = {chance:.2f}, as if random")
+    stopped = train_loop(run, optimizer, progress, rows, held)
+    if stopped:
+        say(f"stopped by {stopped} after step {progress['step']:.0f}; state saved, --resume auto goes on")
+        return results
+    results["after"] = run.evaluate(held)
+    say(acceptance_table(results))
+    say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
+    return results
+
+def start_or_resume(run, optimizer):
+    """Progress of the run that --resume names, its state loaded; or of a new one, old demo states removed."""
+    progress, cfg = {"step": 0, "skipped": 0, "skipped_in_a_row": 0, "best": 0.0}, run.cfg
+    held, out = saved_states(cfg.out), Path(cfg.out)
+    path = held[-1] if cfg.resume == "auto" and held else cfg.resume
+    if path not in ("auto", "never"):
+        say(f"resuming from {path}")
+        return load_state(path, run.model, optimizer, progress)
+    barrier(run.ranks)  # all have looked
+    if run.ranks.rank == 0:
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "metrics.jsonl").unlink(missing_ok=True)
+    return progress
+
+def train_loop(run, optimizer, progress, rows, held):
+    """Optimizer steps until cfg.steps; saves, logs and evaluates on the way. Returns the signal that ended it
+    early, after the step in progress and with its state saved, or None."""
+    from tqdm import tqdm
+    cfg, model, signals = run.cfg, run.model, []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
+    bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", unit="step",
+               disable=run.ranks.rank > 0)
+    clock, tokens, tally = time.perf_counter(), 0, run.tally()
+    while progress["step"] < cfg.steps:
+        step = int(progress["step"])
+        batch = [rows[shuffled(len(rows), cfg.seed, i // len(rows))[i % len(rows)]]
+                 for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
+        step_tally, load, bad = run.gradients(batch)
+        norm = torch.stack([p.grad.to(fp32(p.dtype)).norm() for p in model.parameters()]).norm().item()
+        broken, stop = any_rank(run.ranks, not math.isfinite(norm + step_tally.sum()), signals)
+        lr = learning_rate(step, cfg)
+        if broken:
+            skip_step(run, progress, bad or [sample.name for row in batch for sample in row])
+        else:
+            optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
+            if cfg.balance_rate:  # else not even re-centred
+                balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
+            progress["skipped_in_a_row"], tally = 0, tally + step_tally
+        progress["step"], tokens = step + 1, tokens + sum(len(s.input_ids) for row in batch for s in row)
+        last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
+        if due(cfg.log_every) or last:
+            seconds, clock = time.perf_counter() - clock, time.perf_counter()
+            line = dict(grad_norm=norm, lr=lr, tokens_per_second=tokens / seconds,
+                        top_expert_share=(load.max() / load.sum().clamp(min=1)).item(),
+                        skipped=int(progress["skipped"]))
+            bar.set_postfix(log_step(run, step + 1, tally, line), refresh=False)
+            tokens, tally = 0, run.tally()
+        bar.update()
+        if due(cfg.eval_every):
+            keep_best(run, progress, held)
+        if due(cfg.save_every) or last or stop:
+            save_state(cfg, model, optimizer, progress, run.ranks)
+            run.write_draft(cfg.out)
+        if stop and not last:
+            bar.close()
+            return (signals or ["a signal to another rank"])[0]
+    bar.close()
+
+def any_rank(ranks, *flags):
+    """Each flag: is it set on any rank? All ranks get the same answer."""
+    return (all_sum(torch.tensor([bool(flag) for flag in flags], device=ranks.device).float()) > 0).tolist()
+
+def skip_step(run, progress, names):
+    """Count a step whose loss or gradient is not finite and name its samples; ten in a row are an error."""
+    progress["skipped"] += 1
+    progress["skipped_in_a_row"] += 1
+    shown = ", ".join(names[:4]) + (", .." if len(names) > 4 else "")
+    say(f"step {progress['step'] + 1:.0f} skipped, its loss or gradient is not finite: {shown}")
+    run.append({"step": int(progress["step"]) + 1, "skipped_samples": names})
+    require(progress["skipped_in_a_row"] < 10, "ten steps in a row had a loss or gradient not finite, "
+            f"the last with {shown}; lower --lr, or remove those samples")
+
+def keep_best(run, progress, held):
+    """Evaluate; the draft of the best accept_len so far goes to OUT/best."""
+    result = run.evaluate(held)
+    say(acceptance_table({f"{progress['step']:.0f}": result}))
+    run.append({"step": int(progress["step"]), "eval": result})
+    if result["accept_len"] > progress["best"]:
+        progress["best"] = result["accept_len"]
+        run.write_draft(Path(run.cfg.out) / "best")
+
+def log_step(run, step, tally, line):
+    """A line of metrics.jsonl, means over the steps since the last; returns the progress bar's figures."""
+    cfg, found = run.cfg, means(tally)
+    weight = [cfg.decay ** k for k in range(cfg.ttt_length)]
+    loss = sum(w * (cfg.ce_weight * ce + cfg.kl_weight * kl) for w, ce, kl in
+               zip(weight, found["ce"], found["kl"])) / sum(weight)
+    run.append({"step": step, "loss": loss, **found, **line})
+    return {"loss": f"{loss:.3f}", "accept_len": f"{found['accept_len']:.2f}",
+            "tok/s": f"{line['tokens_per_second']:.0f}"}
+
+# ---- Speculative decoding ----------------------------------------------------------------------------------
+
+class Drafter:
+    """Drafting as engines do it: a cache of draft keys for the verified prefix, rewritten from the target's
+    true hidden states after every verification, and one appended key per drafted token."""
+    def __init__(self, model, recycle="post", zero_first_embedding=False):
+        self.model, self.recycle, self.zero_first = model, recycle, zero_first_embedding
+        self.past_k, self.past_v = [], []
+
+    def rows(self, tokens, hidden, start):
+        """Run rows start..; tokens: those one position on; hidden (1, n, C). Returns the last row's n and
+        what it recycles, each (1, 1, C)."""
+        positions = torch.arange(start, start + len(tokens), device=hidden.device)[None]
+        embeds = self.model.embed(torch.tensor([tokens], device=hidden.device))
+        if self.zero_first:
+            embeds = embeds.masked_fill((positions == 0)[..., None], 0)
+        n, r, self.past_k, self.past_v, _ = self.model(
+            embeds, hidden.to(embeds.dtype), positions, self.past_k, self.past_v, None, attend_decode)
+        return n[:, -1:], (n if self.recycle == "post" else r)[:, -1:]
+
+    def draft(self, tokens, hidden, start, K):
+        """K greedy tokens after `tokens`, the verified ones from position start + 1; hidden: from `start`."""
+        self.past_k, self.past_v = ([x[:, :start] for x in past] for past in (self.past_k, self.past_v))
+        drafted, (n, g) = [], self.rows(tokens, hidden, start)
+        while True:
+            drafted.append(self.model.logits(n).argmax(-1).item())
+            if len(drafted) == K:
+                return drafted
+            n, g = self.rows(drafted[-1:], g, start + len(tokens) + len(drafted) - 1)
+
+class Decoding(NamedTuple):
+    ids: list       # prompt and all verified tokens, to the end of the last round
+    answer: list    # the answer alone, cut at the length limit and before an end token
+    rounds: list    # drafted tokens accepted in each round, counted as vLLM does: the last round whole
+    margins: list   # (best logit, its lead over the second) of each new token
+    seconds: float
+
+@torch.no_grad()
+def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=()):
+    """Greedy decoding of `prompt` (token ids), K drafted tokens verified per round; K = 0: plain."""
+    from transformers import DynamicCache
+    device, began = target.model.device, time.perf_counter()
+    past, tokens, drafted, start = DynamicCache(config=target.model.config), list(prompt), [], 0
+    rounds, margins = [], []
+    while True:
+        seen, new = past.get_seq_length(), tokens[past.get_seq_length():] + drafted
+        positions = torch.arange(seen, seen + len(new), device=device)[None]
+        hidden = target.model.base_model(
+            torch.tensor([new], device=device), position_ids=positions, use_cache=True,
+            **{target.cache_name: past}).last_hidden_state.to(target.device)
+        logits = F.linear(hidden[0, -len(drafted) - 1:].to(target.lm_head.dtype), target.lm_head)
+        best, n = logits.argmax(-1).tolist(), 0
+        while n < len(drafted) and drafted[n] == best[n]:
+            n += 1
+        rounds += [n] if drafted else []
+        margins += [(a, a - b) for a, b in logits[:n + 1].float().topk(2).values.tolist()]
+        past.crop(n - len(drafted))  # negative: forgets the refused ones
+        tokens += best[:n + 1]
+        answer = tokens[len(prompt):]
+        ends = [i for i, token in enumerate(answer) if token in eos]
+        if ends or len(answer) >= max_new_tokens:
+            answer = answer[:min([*ends, max_new_tokens])]
+            return Decoding(tokens, answer, rounds, margins, time.perf_counter() - began)
+        if K:
+            known = hidden[:, :hidden.shape[1] - len(drafted) + n]
+            drafted, start = drafter.draft(tokens[start + 1:], known, start, K), len(tokens) - 1
+
+def open_draft(cfg):
+    """(model with its target set, target, draft's config.json); another target than its own is refused."""
+    require(cfg.draft, "--draft DIR is missing: a directory that training wrote, e.g. runs/demo")
     model, meta = load_draft(cfg.draft)
     if not cfg.target and not os.path.isdir(meta["target"]):
-        raise FileNotFoundError(f"the draft's target {meta['target']} is not there any more; give --target DIR")
-    target = open_target(cfg, ranks, cfg.target or meta["target"])
-    if target.sha256 != meta["target_config_sha256"]:
-        raise ValueError(f"the draft was trained for another target: config.json of {target.path} has sha256 "
-                         f"{target.sha256[:12]}.., the draft expects {meta['target_config_sha256'][:12]}..")
-    model.to(ranks.device).set_target(target.embed, target.lm_head)
+        raise FileNotFoundError(f"the draft's target {meta['target']} is gone; give --target DIR")
+    target = open_target(replace(cfg, target=cfg.target or meta["target"]), start_ranks(cfg.device))
+    expected = meta["target_config_sha256"]
+    require(target.sha256 == expected, f"{cfg.draft} was trained for another target: config.json "
+            f"of {target.path} has sha256 {target.sha256[:12]}.., expected {expected[:12]}..")
+    model.to(target.device).set_target(target.embed, target.lm_head)
     return model, target, meta
 
-
 def evaluate_command(cfg):
-    """`mtp.py eval`: the acceptance table of a draft on held-out text."""
-    ranks = start_ranks(cfg)
-    model, target, meta = open_draft(cfg, ranks)
-    defaults = {f.name: f.default for f in fields(TrainConfig)}
-    cfg = argparse.Namespace(**{**defaults, **meta, **vars(cfg), "ttt_length": cfg.ttt_length or meta["ttt_length"]})
-    samples = read_samples(cfg.data or stdlib_files()[1][::6], target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
-    result = evaluate(model, spread(pack(samples, cfg.seq_len), cfg.eval_rows), target, cfg, ranks,
-                      choose_backend(cfg, ranks, target.lm_head.dtype))
-    say("\n".join(acceptance_table({"draft": result})))
-    say(f"walk acceptance per position: {' '.join(f'{x:.3f}' for x in result['walk'])} ({result['rows']} rows)")
-
+    """Print the acceptance table of a draft on held-out text."""
+    model, target, meta = open_draft(cfg)
+    backend = choose_backend(cfg.backend, target.device, target.lm_head.dtype)
+    cfg = TrainConfig(recycle=meta["recycle"], zero_first_embedding=meta["zero_first_embedding"],
+                      ttt_length=cfg.ttt_length or meta["ttt_length"], micro_batch_size=cfg.micro_batch_size,
+                      data=cfg.data or stdlib_files(every=6)[1], eval_rows=cfg.eval_rows, seq_len=cfg.seq_len)
+    samples = read_samples(cfg.data, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
+    run = Run(model, target, cfg, Ranks(device=target.device), backend)
+    result = run.evaluate(spread(pack(samples, cfg.seq_len), cfg.eval_rows))
+    say(acceptance_table({"draft": result}))
+    per_position = " ".join(f"{x:.3f}" for x in result["walk"])
+    say(f"walk: accepted per position {per_position}; {result['rows']:,} rows counted")
 
 def generate_command(cfg):
-    """`mtp.py generate`: speculative and plain greedy decoding of one prompt, compared token for token and in time."""
-    if not cfg.prompt:
-        raise ValueError("--prompt TEXT is required")
-    ranks = start_ranks(argparse.Namespace(**vars(cfg), backend="sdpa"))
-    model, target, meta = open_draft(cfg, ranks)
-    tokenizer, K = target.tokenizer, cfg.k or meta["ttt_length"]
-    if cfg.chat:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": cfg.prompt}], add_generation_prompt=True)["input_ids"]
-    else:
-        ids = tokenizer(cfg.prompt)["input_ids"]
-    room = target.draft_config.max_position_embeddings - K - 1
-    if not 1 <= len(ids) < room:
-        raise ValueError(f"--prompt has {len(ids)} tokens, the target takes 1 to {room - 1}")
-    eos = target.model.generation_config.eos_token_id if target.model.generation_config else None
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    length = min(cfg.max_new_tokens, room - len(ids))
-    drafter = Drafter(model, meta["recycle"], meta["zero_first_embedding"])
-    decode(target, ids, 4, eos=eos)  # warm up
+    """Continue a prompt by speculative and by plain greedy decoding; compare tokens and time."""
+    require(cfg.prompt, "--prompt TEXT is missing")
+    model, target, meta = open_draft(cfg)
+    K, tokenizer, length = cfg.ttt_length or meta["ttt_length"], target.tokenizer, cfg.max_new_tokens
+    ids = tokenizer(cfg.prompt)["input_ids"] if not cfg.chat else tokenizer.apply_chat_template(
+        [{"role": "user", "content": cfg.prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
+    room = target.draft_config.max_position_embeddings - length - K
+    require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; with --max-new-tokens {length} the "
+            f"target takes 1 to {room}")
+    eos = getattr(target.model.generation_config, "eos_token_id", None)
+    eos = eos if isinstance(eos, list) else [eos]
     plain = decode(target, ids, length, eos=eos)
-    fast = decode(target, ids, length, drafter, K, eos)
-    a, b = trimmed(plain, length, eos), trimmed(fast, length, eos)
-    print(tokenizer.decode(ids + b))
+    fast = decode(target, ids, length, Drafter(model, meta["recycle"], meta["zero_first_embedding"]), K, eos)
     rounds = max(1, len(fast.rounds))
-    print(f"\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} over {len(fast.rounds)} rounds; accepted per position "
-          + " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K)))
-    print(f"tokens/s: {len(b) / fast.seconds:.1f} drafting, {len(a) / plain.seconds:.1f} plain")
-    same = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
-    if same is None and len(a) == len(b):
-        print("lossless: the same tokens as plain greedy decoding")
-        return
-    top, lead = plain.margins[same if same is not None else min(len(a), len(b))]
-    ulp = 2.0 ** (math.floor(math.log2(max(abs(top), 1e-30))) - (7 if target.lm_head.dtype == torch.bfloat16 else 23))
-    print(f"first divergence from plain greedy decoding at token {same}: its two best logits differ by {lead / ulp:.1f} ulps")
-    if lead > 2 * ulp:
-        raise ValueError("drafted and plain decoding differ by more than rounding: this is a fault, please report it")
+    per_position = " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K))
+    speeds = [len(x.answer) / x.seconds for x in (fast, plain)]
+    print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
+          f"over {len(fast.rounds)} rounds; accepted per position {per_position}\n"
+          f"tokens/s: {speeds[0]:.1f} with drafting, {speeds[1]:.1f} without")
+    check_lossless(plain, fast, target.lm_head.dtype)
 
-
-@dataclass
-class DataConfig(ModelOptions):
-    prompts: str = option(None, "prompts: .txt, one a line, or .jsonl with {\"prompt\"} or {\"messages\"}")
-    out: str = option(None, ".jsonl to write, a line per prompt; an interrupted run goes on where it stopped")
-    max_new_tokens: int = option(256, "length limit of an answer")
-    batch_size: int = option(16, "prompts answered at a time")
-
+def check_lossless(plain, fast, dtype):
+    """Print that drafting changed no token, or where rounding let it; ValueError if it was not rounding."""
+    if plain.answer == fast.answer:
+        return print("lossless: token for token the target's own greedy answer")
+    at = next((i for i, (a, b) in enumerate(zip(plain.answer, fast.answer)) if a != b),
+              min(len(plain.answer), len(fast.answer)))
+    best, lead = plain.margins[at]
+    bits = {torch.bfloat16: 7, torch.float16: 10}.get(dtype, 23)
+    ulps = lead / 2.0 ** (math.frexp(best)[1] - 1 - bits)
+    print(f"differs from plain greedy decoding from token {at} on, by rounding: the two best logits are "
+          f"{ulps:.1f} ulps apart")
+    require(ulps <= 2 and bits < 23, "drafted and plain decoding differ by more than rounding: report it")
 
 def generate_data(cfg):
-    """`mtp.py generate-data`: the target's own greedy answers to a file of prompts, to train a draft on."""
+    """Write the target's own greedy answers to prompts: the text that a draft will meet in serving."""
     from tqdm import tqdm
-    if not cfg.prompts or not cfg.out:
-        raise ValueError("--prompts FILE and --out FILE.jsonl are required")
-    rows = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
-    rows = [json.loads(line) if cfg.prompts.endswith(".jsonl") else {"prompt": line} for line in rows]
-    target = open_target(cfg, start_ranks(argparse.Namespace(**vars(cfg), backend="sdpa")))
-    known = {"prompt", "messages"} if target.tokenizer.chat_template else {"prompt"}
-    if not all(isinstance(row, dict) and row.keys() & known for row in rows):
-        raise ValueError(f"{cfg.prompts}: each line must be an object with {' or '.join(sorted(known))}; "
-                         "messages need a tokenizer with a chat template")
-    out = Path(cfg.out)
+    require(cfg.prompts and cfg.out, "--prompts FILE and --out FILE.jsonl are both needed")
+    lines = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [json.loads(x) if cfg.prompts.endswith(".jsonl") else {"prompt": x} for x in lines]
+    wrong = [i for i, row in enumerate(rows, 1) if not row.keys() & {"prompt", "messages"}]
+    require(not wrong, f"{cfg.prompts}: prompt {wrong[:1]} has neither \"prompt\" nor \"messages\"")
+    target, out = open_target(cfg, start_ranks(cfg.device)), Path(cfg.out)
+    model, tokenizer = target.model, target.tokenizer
     done = out.read_bytes() if out.exists() else b""
     done = done[:done.rfind(b"\n") + 1]  # a line cut short is written again
     out.parent.mkdir(parents=True, exist_ok=True)
-    bar = tqdm(total=len(rows), initial=done.count(b"\n"), desc="answers", unit="prompt", mininterval=1)
-    with open(out, "ab") as file, bar:
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
+    chat = tokenizer.chat_template and not cfg.raw
+    with open(out, "ab") as file, tqdm(total=len(rows), initial=done.count(b"\n"), unit="prompt") as bar:
         file.truncate(len(done))
         for i in range(bar.n, len(rows), cfg.batch_size):
-            for line in answers(target, rows[i:i + cfg.batch_size], cfg.max_new_tokens):
+            part = rows[i:i + cfg.batch_size]
+            asked = texts = [row.get("prompt") for row in part]
+            if chat:
+                asked = [row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in part]
+                texts = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+            batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=not chat)
+            batch = batch.to(model.device)
+            answers = model.generate(batch.input_ids, attention_mask=batch.attention_mask, do_sample=False,
+                                     max_new_tokens=cfg.max_new_tokens, pad_token_id=tokenizer.pad_token_id)
+            answers = answers[:, batch.input_ids.shape[1]:]
+            for x, text in zip(asked, tokenizer.batch_decode(answers, skip_special_tokens=True)):
+                answer = [{"role": "assistant", "content": text}]
+                line = {"messages": x + answer} if chat else {"text": x + text}
                 file.write(json.dumps(line).encode() + b"\n")
-                bar.update()
             file.flush()
+            bar.update(len(asked))
 
-
-def answers(target, rows, max_new_tokens):
-    """Greedy answers to prompts, a batch padded on the left; {"messages"} if there is a chat template."""
-    tokenizer, device = target.tokenizer, target.model.device
-    chat = tokenizer.chat_template
-    if chat:
-        rows = [row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in rows]
-        ids = [tokenizer.apply_chat_template(row, add_generation_prompt=True)["input_ids"] for row in rows]
-    else:
-        rows = [row["prompt"] for row in rows]
-        ids = [tokenizer(text)["input_ids"] for text in rows]
-    longest = max(map(len, ids))
-    batch = torch.tensor([[0] * (longest - len(row)) + row for row in ids], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=device)
-    out = target.model.generate(batch, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens,
-                                pad_token_id=tokenizer.pad_token_id or 0)
-    texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
-    return [{"messages": [*row, {"role": "assistant", "content": text}]} if chat else {"text": row + text}
-            for row, text in zip(rows, texts)]
-
-
-# ---- Command line ----------------------------------------------------------------------------------------------------
+# ---- Command line ------------------------------------------------------------------------------------------
 
 COMMANDS = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate_command),
             "generate": (GenerateConfig, generate_command), "generate-data": (DataConfig, generate_data)}
 
-
-def parse(kind, arguments, prog):
-    """A config dataclass from flags: one field is default, type and help of its flag."""
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     description=__doc__ if kind is TrainConfig else COMMANDS_HELP[kind])
+def parse(command, arguments):
+    """The command's config from flags: a dataclass field is default, type and help of its flag."""
+    kind, run = COMMANDS[command]
+    parser = argparse.ArgumentParser(
+        prog=f"mtp.py {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__ if command == "train" else run.__doc__)
     for f in fields(kind):
-        names = ["--" + f.name.replace("_", "-"), *([f.metadata["also"]] if "also" in f.metadata else [])]
+        names = ["--" + f.name.replace("_", "-"), *filter(None, [f.metadata.get("also")])]
+        how = dict(action="store_true") if f.type == "bool" else dict(
+            type={"int": int, "float": float}.get(f.type, str), choices=f.metadata.get("choices"),
+            nargs="+" if f.type == "list" else None)
         text = f.metadata["help"] + ("" if f.default in (None, False) else f" (default {f.default})")
-        if f.type == "bool":
-            parser.add_argument(*names, action="store_true", dest=f.name, help=text)
-        else:
-            parser.add_argument(*names, dest=f.name, default=f.default, help=text, choices=f.metadata.get("choices"),
-                                type={"int": int, "float": float}.get(f.type, str), nargs="+" if f.type == "list" else None)
+        parser.add_argument(*names, dest=f.name, default=f.default, help=text, **how)
     return kind(**vars(parser.parse_args(arguments)))
-
-
-COMMANDS_HELP = {kind: run.__doc__ for kind, run in COMMANDS.values()}
-
 
 def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = arguments[0] if arguments and arguments[0] in COMMANDS else "train"
-    kind, run = COMMANDS[command]
-    cfg = parse(kind, arguments[1:] if arguments[:1] == [command] else arguments, f"mtp.py {command}")
+    named = arguments[:1] and arguments[0] in COMMANDS
+    command = arguments[0] if named else "train"
+    cfg = parse(command, arguments[1:] if named else arguments)
     try:
-        run(cfg)
+        COMMANDS[command][1](cfg)
     except (ValueError, OSError) as error:
         if os.environ.get("MTP_TRACEBACK"):
             raise
         print(f"mtp.py: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
-
 
 if __name__ == "__main__":
     sys.exit(main())

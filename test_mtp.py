@@ -1,0 +1,1909 @@
+"""Checks of everything mtp.py claims. Run: pytest -q test_mtp.py
+
+References are independent of the code under test: a loop over single rows in float64, transformers' own
+layers, plain autograd. Tolerances are derived: float64 results may differ by the order of sums (1e-12 of
+numbers of order one), fp32 layers by 1e-5, and bf16 code may err twice as much as plain PyTorch in bf16 does.
+"""
+import ast
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd import gradcheck
+
+import mtp
+
+HERE = Path(__file__).parent
+CUT = "# ---- Everything above needs only torch"
+EXACT = dict(rtol=1e-12, atol=1e-12)
+
+
+# ---- Toys and the reference --------------------------------------------------------------------------------
+
+def toy_config(**changes):
+    return mtp.MTPConfig(**{**dict(
+        vocab_size=40, hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=10, partial_rotary_factor=0.5,
+        routed_scaling_factor=1.7), **changes})
+
+
+def toy_draft(dtype=torch.float64, seed=0, **changes):
+    """A draft whose every parameter is random and large enough to matter, and its target."""
+    torch.manual_seed(seed)
+    model = mtp.MTP(toy_config(**changes))
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)
+    V, C = model.config.vocab_size, model.config.hidden_size
+    model.to(dtype).set_target(torch.randn(V, C).to(dtype), torch.randn(V, C).to(dtype) * 0.7)
+    return model
+
+
+def toy_batch(model, B=2, T=14, packed=True, seed=1):
+    """ids, hidden states, a ragged mask and (two documents and padding in each row) doc_ids."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.config.vocab_size, (B, T), generator=generator)
+    hidden = torch.randn(B, T, model.config.hidden_size, generator=generator, dtype=torch.float64)
+    mask = torch.rand(B, T, generator=generator) > 0.3
+    doc = torch.zeros(B, T, dtype=torch.long)
+    for b in range(B):
+        doc[b, T // 2 - b:] = 7
+        doc[b, T - 2 * b:] = -1
+    return ids, hidden.to(model.eh_proj.weight.dtype), mask, doc if packed else None
+
+
+def run(model, *batch, **options):
+    """ttt_loss and its gradients: (TTTOutput, {name: gradient})."""
+    model.zero_grad()
+    out = mtp.ttt_loss(model, *batch, **options)
+    out.loss.backward()
+    return out, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(a, b, **tolerance):
+    """Two results of run() agree: the loss, every figure, every gradient."""
+    for name, x, y in zip(mtp.TTTOutput._fields, a[0], b[0]):
+        if name == "hits":  # padding on the right hits nothing
+            x, y = (F.pad(z, (0, max(a[0].hits.shape[2], b[0].hits.shape[2]) - z.shape[2])) for z in (x, y))
+        torch.testing.assert_close(x, y, **tolerance, check_dtype=False, msg=lambda m: f"{name}: {m}")
+    assert a[1].keys() == b[1].keys()
+    for name in a[1]:
+        torch.testing.assert_close(a[1][name], b[1][name], **tolerance, msg=lambda m: f"d {name}: {m}")
+
+
+def assert_near(x, expected, tolerance, name=""):
+    """Largest difference, as a share of the largest expected value."""
+    error = ((x - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
+    assert error <= tolerance, f"{name} is off by {error:.1e} of its largest value, allowed {tolerance:.0e}"
+
+
+class Spy:
+    """Stands in for mtp.ChunkedLoss: keeps what the TTT loop hands to the loss."""
+    def __init__(self, monkeypatch):
+        self.real = mtp.ChunkedLoss
+        monkeypatch.setattr(mtp, "ChunkedLoss", self)
+
+    def apply(self, *args):
+        self.valid, self.ns = args[2], args[6:]
+        return self.real.apply(*args)
+
+
+def naive_norm(x, weight, eps):
+    return weight * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def naive_rope(x, position, cfg):
+    """x (heads, D) at one position: pairs (i, i + rotary / 2) turn by position * theta^(-2i / rotary)."""
+    rotary = int(cfg.head_dim * cfg.partial_rotary_factor)
+    out = list(x.unbind(-1))
+    for i in range(rotary // 2):
+        angle = position * cfg.rope_theta ** (-2 * i / rotary)
+        a, b = x[:, i], x[:, i + rotary // 2]
+        out[i] = a * math.cos(angle) - b * math.sin(angle)
+        out[i + rotary // 2] = b * math.cos(angle) + a * math.sin(angle)
+    return torch.stack(out, -1)
+
+
+def naive_moe(x, p, cfg):
+    """One row through router, experts and shared expert: (y, chosen experts)."""
+    score = torch.sigmoid(p["mlp.gate.weight"] @ x)
+    choice = (score + p["mlp.gate.e_score_correction_bias"]).detach()
+    groups = choice.view(cfg.n_group, -1)
+    if cfg.n_group > 1:
+        rank = [sum(sorted(group.tolist())[-2:]) for group in groups]
+        best = sorted(range(cfg.n_group), key=lambda g: -rank[g])[:cfg.topk_group]
+        groups = torch.stack([group if g in best else group - 1e9 for g, group in enumerate(groups)])
+    chosen = sorted(range(cfg.n_routed_experts), key=lambda e: -groups.flatten()[e])[:cfg.num_experts_per_tok]
+    total = sum(score[e] for e in chosen) + 1e-20 if cfg.norm_topk_prob else 1.0
+    y = torch.zeros_like(x)
+    for e in chosen:
+        gate, up = (p["mlp.experts.gate_up_proj"][e] @ x).chunk(2)
+        expert = p["mlp.experts.down_proj"][e] @ (gate * torch.sigmoid(gate) * up)
+        y = y + cfg.routed_scaling_factor * score[e] / total * expert
+    if cfg.n_shared_experts:
+        gate, up = (p[f"mlp.shared_experts.{name}_proj.weight"] @ x for name in ("gate", "up"))
+        y = y + p["mlp.shared_experts.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+    return y, chosen
+
+
+def naive_step(e, g, position, keys, values, p, cfg):
+    """One row, one step. keys, values: those seen so far. Returns n, r, chosen, both with its own added."""
+    D = cfg.head_dim
+
+    def norm(x, name):
+        return naive_norm(x, p[name + ".weight"], cfg.rms_norm_eps)
+
+    z = p["eh_proj.weight"] @ torch.cat([norm(e, "enorm"), norm(g, "hnorm")])
+    x = norm(z, "input_layernorm")
+    q, k, v = (p[f"self_attn.{i}_proj.weight"] @ x + p.get(f"self_attn.{i}_proj.bias", 0) for i in "qkv")
+    q, k, v = (x.view(-1, D) for x in (q, k, v))
+    if cfg.use_qk_norm:
+        q, k = norm(q, "self_attn.q_norm"), norm(k, "self_attn.k_norm")
+    q, k = naive_rope(q, position, cfg), naive_rope(k, position, cfg)
+    keys, values = keys + [k], values + [v]
+    heads = []
+    for i in range(len(q)):
+        group = i // (len(q) // len(k))
+        weight = torch.stack([q[i] @ key[group] for key in keys]).div(D ** 0.5).softmax(0)
+        heads.append(sum(w * value[group] for w, value in zip(weight, values)))
+    u = z + p["self_attn.o_proj.weight"] @ torch.cat(heads)
+    y, chosen = naive_moe(norm(u, "post_attention_layernorm"), p, cfg)
+    return norm(u + y, "shared_head.norm"), u + y, chosen, keys, values
+
+
+def documents(doc_ids):
+    """[(b, [rows])] by walking the rows."""
+    found = []
+    for b, row in enumerate(doc_ids.tolist()):
+        for t, doc in enumerate(row):
+            if t == 0 or row[t - 1] != doc:
+                found.append((b, doc, []))
+            found[-1][2].append(t)
+    return [(b, rows) for b, doc, rows in found if doc >= 0]
+
+
+def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, ce_weight=1.0, kl_weight=1.0,
+              decay=0.8, recycle="post", zero_first_embedding=False):
+    """ttt_loss, one row and one step at a time, straight from the definition. Same results as run()."""
+    cfg, K = model.config, ttt_length
+    p = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    mask = torch.ones_like(ids) if mask is None else mask
+    ce, kl, right, count, prefix = ([0.0] * K for _ in range(5))
+    hits = torch.zeros(K, *ids.shape, dtype=torch.bool)
+    load = torch.zeros(cfg.n_routed_experts, dtype=torch.long)
+    for b, rows in documents(torch.zeros_like(ids) if doc_ids is None else doc_ids):
+        x, h = ids[b, rows], hidden[b, rows]
+        root_k, root_v = [], []
+        for t in range(len(rows) - 1):
+            g, keys, values, all_right = h[t], root_k, root_v, True
+            for k in range(min(K, len(rows) - 1 - t)):
+                e = model.embed_weight[x[t + 1 + k]] * (not (zero_first_embedding and t + k == 0))
+                n, r, chosen, keys, values = naive_step(e, g, t + k, keys, values, p, cfg)
+                if k == 0:
+                    root_k, root_v = keys, values
+                load[chosen] += 1
+                g = n if recycle == "post" else r
+                if t + 2 + k >= len(rows):
+                    continue
+                teacher, logits = model.lm_head_weight @ h[t + 1 + k], model.lm_head_weight @ n
+                is_right = int(teacher.argmax() == logits.argmax())
+                all_right = all_right and is_right
+                if mask[b, rows[t + 2 + k]] != 0:
+                    count[k] += 1
+                    right[k] += is_right
+                    prefix[k] += int(all_right)
+                    hits[k, b, rows[t]] = bool(is_right)
+                    log_q, log_p = logits.log_softmax(0), teacher.log_softmax(0)
+                    ce[k] = ce[k] - log_q[teacher.argmax()]
+                    kl[k] = kl[k] + (log_p.exp() * (log_p - log_q)).sum()
+    ce, kl, right = ([x[k] / max(count[k], 1) for k in range(K)] for x in (ce, kl, right))
+    weight = [decay ** k / sum(decay ** j for j in range(K)) for k in range(K)]
+    loss = sum(w * (ce_weight * c + kl_weight * l) for w, c, l in zip(weight, ce, kl))
+    names = [name for name, _ in model.named_parameters()]
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    figures = [torch.tensor([v.item() if torch.is_tensor(v) else v for v in x], dtype=torch.float64)
+               for x in (ce, kl, right, count, prefix)]
+    return mtp.TTTOutput(loss.detach(), *figures, load, hits), dict(zip(names, grads))
+
+
+# ---- The file itself ---------------------------------------------------------------------------------------
+
+def top_half():
+    return (HERE / "mtp.py").read_text().split(CUT)[0]
+
+
+def test_line_budgets():
+    budget = {"mtp.py": 2000, "convert.py": 500, "setup.py": 80, "test_mtp.py": None}
+    for name, most in budget.items():
+        if not (HERE / name).exists():
+            continue
+        source = (HERE / name).read_text()
+        assert most is None or len(source.splitlines()) <= most, name
+        wide = [i for i, line in enumerate(source.splitlines(), 1) if len(line) > 110]
+        assert not wide, f"{name}: over 110 columns in lines {wide}"
+        long = [node.name for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60]
+        assert not long, f"{name}: over 60 lines: {long}"
+    assert (HERE / "mtp.py").read_text().count(CUT) == 1
+    assert len(top_half().splitlines()) + 1 <= 900
+
+
+def test_nothing_above_the_cut_uses_a_name_from_below():
+    def defined(tree):
+        names = set()
+        for node in tree.body:
+            for inner in ast.walk(node) if isinstance(node, (ast.Try, ast.If, ast.With)) else [node]:
+                if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
+                    names.add(inner.name)
+                elif isinstance(inner, (ast.Import, ast.ImportFrom)):
+                    names |= {(alias.asname or alias.name).split(".")[0] for alias in inner.names}
+                elif isinstance(inner, (ast.Assign, ast.AnnAssign)):
+                    names |= words(inner, ast.Store)
+        return names
+
+    def words(tree, context):
+        return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
+
+    above = ast.parse(top_half())
+    below = defined(ast.parse((HERE / "mtp.py").read_text())) - defined(above)
+    assert not below & words(above, ast.Load)
+
+
+STRANGER = textwrap.dedent("""
+    import builtins, sys, torch
+    real = builtins.__import__
+    def guarded(name, globals=None, locals=None, fromlist=(), level=0):
+        asker = (globals or {}).get("__name__")
+        if asker in ("mtp", "top"):
+            root = name.split(".")[0]
+            assert level == 0 and (root == "torch" or root in sys.stdlib_module_names), name
+        return real(name, globals, locals, fromlist, level)
+    builtins.__import__ = guarded
+    import mtp
+    top = type(sys)("top")
+    sys.modules["top"] = top
+    exec(compile(open("mtp.py").read().split(CUT)[0], "top", "exec"), top.__dict__)
+    for module in (mtp, top):
+        cfg = module.MTPConfig(vocab_size=50, hidden_size=16, num_attention_heads=2, num_key_value_heads=1,
+                               head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+        model = module.MTP(cfg)
+        model.set_target(torch.randn(50, 16), torch.randn(50, 16))
+        for backend in ("sdpa", "fa"):
+            out = module.ttt_loss(model, torch.arange(12)[None], torch.randn(1, 12, 16), backend=backend)
+            out.loss.backward()
+        assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+    print("ran")
+""")
+
+
+def test_the_file_runs_alone_with_torch_and_the_standard_library(tmp_path):
+    (tmp_path / "mtp.py").write_text((HERE / "mtp.py").read_text())
+    done = subprocess.run([sys.executable, "-c", f"CUT = {CUT!r}\n" + STRANGER], cwd=tmp_path, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+    assert done.stdout.strip() == "ran", done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["mtp.py"]
+
+
+# ---- Config ------------------------------------------------------------------------------------------------
+
+GLM = dict(
+    model_type="glm4_moe", vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+    n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32, rope_theta=1e6,
+    partial_rotary_factor=0.5, use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5,
+    norm_topk_prob=True, n_group=1, topk_group=1, rms_norm_eps=1e-6)
+HY = dict(
+    model_type="hy_v3", vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, num_experts=8, num_experts_per_tok=2, num_shared_experts=1, expert_hidden_dim=32,
+    router_scaling_factor=2.8, rope_theta=11158840.0, qk_norm=True, route_norm=True)
+
+
+def test_from_hf_glm4_moe():
+    cfg = mtp.MTPConfig.from_hf(GLM)
+    assert {name: getattr(cfg, name) for name in GLM} == GLM and cfg.head_dim == 16
+    bare = {key: value for key, value in GLM.items() if key not in ("partial_rotary_factor", "use_qk_norm")}
+    cfg = mtp.MTPConfig.from_hf(bare)
+    assert cfg.partial_rotary_factor == 0.5 and cfg.use_qk_norm is False
+
+
+def test_from_hf_hy_v3():
+    cfg = mtp.MTPConfig.from_hf(HY)
+    assert (cfg.n_routed_experts, cfg.n_shared_experts, cfg.moe_intermediate_size) == (8, 1, 32)
+    assert (cfg.routed_scaling_factor, cfg.partial_rotary_factor, cfg.use_qk_norm) == (2.8, 1.0, True)
+    other = {**HY, "expert_hidden_dim": None, "moe_intermediate_size": 48, "qk_norm": False}
+    cfg = mtp.MTPConfig.from_hf(other)
+    assert cfg.moe_intermediate_size == 48 and cfg.use_qk_norm is False
+    silent = {key: value for key, value in HY.items() if key not in ("qk_norm", "route_norm")}
+    with_norm, without = ["model.layers.1.self_attn.q_norm.weight"], ["lm_head.weight"]
+    for names, expected in ((None, True), (with_norm, True), (without, False)):
+        with pytest.warns(UserWarning, match="does not say"):
+            cfg = mtp.MTPConfig.from_hf(silent, names)
+        assert cfg.use_qk_norm is expected and cfg.norm_topk_prob is True
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(model_type="deepseek_v3"), "deepseek_v3.*MLA"),
+    (dict(model_type=None), "None"),
+    (dict(hidden_act="gelu"), "gelu"),
+    (dict(rope_theta=None), "no rope_theta"),
+    (dict(rope_scaling={"type": "yarn", "factor": 4}), "yarn"),
+    (dict(rope_parameters={"rope_type": "llama3"}), "llama3"),
+    (dict(n_routed_experts=None), "n_routed_experts"),
+    (dict(hidden_size=None), "hidden_size"),
+    (dict(num_key_value_heads=3), "num_attention_heads 4"),
+    (dict(num_experts_per_tok=9), "num_experts_per_tok 9"),
+    (dict(n_group=3), "n_group 3"),
+    (dict(n_group=4, topk_group=1, num_experts_per_tok=3), "num_experts_per_tok 3"),
+    (dict(head_dim=10), "RoPE turns 5 of 10"),
+])
+def test_an_unfit_config_is_a_clear_error(change, says):
+    with pytest.raises(ValueError, match=says):
+        mtp.MTPConfig.from_hf({**GLM, **change})
+
+
+def transformers_layer(family, **changes):
+    """(config, layer, rotary embedding) of transformers, fp32, random weights."""
+    import transformers
+    base = dict(vocab_size=64, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+                num_hidden_layers=2, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=32)
+    torch.manual_seed(0)
+    if family == "glm4_moe":
+        from transformers.models.glm4_moe import modeling_glm4_moe as source
+        config = transformers.Glm4MoeConfig(**{**base, **dict(n_routed_experts=8), **changes})
+        layer, rotary = source.Glm4MoeDecoderLayer, source.Glm4MoeRotaryEmbedding
+    else:
+        from transformers.models.hy_v3 import modeling_hy_v3 as source
+        own = dict(num_experts=8, mlp_layer_types=["dense", "sparse"])
+        config = source.HYV3Config(**{**base, **own, **changes})
+        layer, rotary = source.HYV3DecoderLayer, source.HYV3RotaryEmbedding
+    config._attn_implementation = "eager"
+    layer = layer(config, 1)
+    with torch.no_grad():
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            tensor.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    return config, layer, rotary(config)
+
+
+LAYERS = [
+    ("glm4_moe", dict(use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5)),
+    ("glm4_moe", dict(use_qk_norm=False, n_shared_experts=2, rope_parameters=dict(
+        rope_type="default", rope_theta=5e5, partial_rotary_factor=0.25))),
+    ("glm4_moe", dict(use_qk_norm=True, n_group=4, topk_group=2, num_experts_per_tok=3,
+                      norm_topk_prob=False)),
+    ("hy_v3", dict()),
+    ("glm4_moe", dict(first_k_dense_replace=2, use_qk_norm=True)),  # a dense layer
+]
+
+
+@pytest.mark.filterwarnings("ignore:the hy_v3 config does not say")
+@pytest.mark.parametrize("family, changes", LAYERS)
+def test_decoder_layer_is_transformers_layer(family, changes):
+    """Output and every gradient, fp32, on the same weights, for both backends."""
+    config, theirs, rotary = transformers_layer(family, **changes)
+    width = config.intermediate_size if "first_k_dense_replace" in changes else None
+    ours = mtp.DecoderLayer(mtp.MTPConfig.from_hf(config.to_dict()), width)
+    state = {name.replace("mlp.e_score", "mlp.gate.e_score"): x for name, x in theirs.state_dict().items()}
+    ours.load_state_dict(state)
+    B, T = 2, 17
+    position_ids = torch.arange(T).expand(B, T)
+    causal = torch.full((T, T), -torch.inf).triu(1).expand(B, 1, T, T)
+    z, seed = torch.randn(B, T, 64), torch.randn(B, T, 64)
+    x = z.clone().requires_grad_()
+    expected = theirs(x, attention_mask=causal, position_embeddings=rotary(x, position_ids))
+    (expected * seed).sum().backward()
+    grads = {name.replace("mlp.e_score", "mlp.gate.e_score"): p.grad for name, p in theirs.named_parameters()}
+    for backend in ("sdpa", "fa"):
+        ours.zero_grad()
+        y = z.clone().requires_grad_()
+        docs = mtp.Documents(None, B, T, "cpu")
+        out, _, _, chosen = ours(y, position_ids, [], [], docs, mtp.BACKENDS[backend])
+        (out * seed).sum().backward()
+        assert chosen is None if width else chosen.shape == (B, T, config.num_experts_per_tok)
+        assert_near(out, expected, 1e-5)
+        assert_near(y.grad, x.grad, 1e-5)
+        for name, p in ours.named_parameters():
+            assert_near(p.grad, grads[name], 1e-5, name)
+
+
+@pytest.mark.filterwarnings("ignore:the hy_v3 config does not say")
+@pytest.mark.parametrize("family, changes", LAYERS)
+def test_rope_is_transformers_rope_however_the_config_spells_it(family, changes):
+    config, _, rotary = transformers_layer(family, **changes)
+    nested = config.to_dict()
+    flat = {**nested, **nested["rope_parameters"], "rope_parameters": None, "rope_scaling": None}
+    flat.pop("rope_type")
+    position_ids = torch.tensor([[0, 1, 77, 5000]])
+    cos, sin = rotary(torch.zeros(1), position_ids)
+    half = cos.shape[-1] // 2
+    for spelled in (nested, flat):
+        cfg = mtp.MTPConfig.from_hf(spelled)
+        x = torch.zeros(1, 4, 2, cfg.head_dim)
+        x[..., :half] = 1.0  # each pair (1, 0) becomes (cos, sin); dims that RoPE leaves alone stay 0
+        a, b, rest = mtp.rope(x, position_ids, cfg)[:, :, 0].split([half, half, cfg.head_dim - 2 * half], -1)
+        assert torch.equal(a, cos[..., :half]) and torch.equal(b, sin[..., :half]) and not rest.any()
+
+
+# ---- The draft's parameters and its target -----------------------------------------------------------------
+
+def test_state_dict_has_the_checkpoint_names():
+    names = """enorm.weight hnorm.weight eh_proj.weight input_layernorm.weight post_attention_layernorm.weight
+        self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight self_attn.o_proj.weight
+        self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias self_attn.q_norm.weight
+        self_attn.k_norm.weight mlp.gate.weight mlp.gate.e_score_correction_bias mlp.experts.gate_up_proj
+        mlp.experts.down_proj mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight
+        mlp.shared_experts.down_proj.weight shared_head.norm.weight"""
+    state = toy_draft(attention_bias=True).state_dict()
+    assert sorted(state) == sorted(names.split())
+    assert state["mlp.experts.gate_up_proj"].shape == (6, 20, 24)
+    assert state["mlp.experts.down_proj"].shape == (6, 24, 10)
+
+
+def test_init_weights():
+    model = mtp.MTP(toy_config(hidden_size=64, attention_bias=True, initializer_range=0.05))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.dim() > 1:  # the spread of a sample of n has a relative error of about 1 / sqrt(2n)
+            assert abs(tensor.std() / 0.05 - 1) < 5 / math.sqrt(2 * tensor.numel()), name
+        else:
+            assert (tensor == (1.0 if name.endswith("norm.weight") else 0.0)).all(), name
+    again = mtp.MTP(toy_config(hidden_size=64, attention_bias=True))
+    for other in (model, again):
+        mtp.init_weights(other, 0.02, torch.Generator().manual_seed(3))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+
+
+def test_target_is_kept_by_reference_outside_the_module():
+    model, before = toy_draft(), {*toy_draft().state_dict()}
+    embed = torch.nn.Parameter(torch.randn(40, 24))
+    head = torch.randn(40, 24, dtype=torch.bfloat16)
+    model.set_target(embed, head)
+    assert model.embed_weight is embed and model.lm_head_weight is head and not embed.requires_grad
+    assert {*model.state_dict()} == before
+    kept = [*model.parameters(), *model.buffers()]
+    assert not any(x is embed or x is head for x in kept)
+    model.to(torch.float32)
+    assert model.lm_head_weight is head and head.dtype == torch.bfloat16
+    assert model.embed(torch.tensor([[1]])).dtype == torch.float32
+    assert model.logits(torch.randn(2, 24)).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"lm_head_weight.*\(41, 24\).*\(40, 24\)"):
+        model.set_target(embed, torch.randn(41, 24))
+    with pytest.raises(ValueError, match="embed_weight is on meta"):
+        model.set_target(embed.to("meta"), head)
+    with pytest.raises(ValueError, match="no target"):
+        mtp.ttt_loss(mtp.MTP(toy_config()), torch.zeros(1, 4).long(), torch.zeros(1, 4, 24))
+
+
+def test_no_gradient_reaches_the_target():
+    model = toy_draft()
+    embed = torch.nn.Parameter(model.embed_weight.clone())
+    source = torch.randn(24, 24, dtype=torch.float64, requires_grad=True)
+    model.set_target(embed, embed)  # tied, as many targets are
+    ids, hidden, mask, doc = toy_batch(model)
+    mtp.ttt_loss(model, ids, hidden @ source, mask, doc).loss.backward()
+    assert embed.grad is None and source.grad is None
+
+
+def test_wrong_input_is_named():
+    model = toy_draft()
+    ids, hidden, mask, doc = toy_batch(model)
+    for change, says in (
+            (dict(input_ids=ids[0]), r"input_ids.*\(14,\)"),
+            (dict(hidden_states=hidden[:, 1:]), r"hidden_states.*\(2, 13, 24\).*\(2, 14, 24\)"),
+            (dict(loss_mask=mask[:1]), r"loss_mask.*\(2, 14\)"),
+            (dict(doc_ids=doc[:, 1:]), r"doc_ids.*\(2, 14\)"),
+            (dict(backend="flash"), "'flash'.*sdpa, fa, usp"), (dict(backend="fa", group=object()), "group"),
+            (dict(backend="usp"), "torchrun"), (dict(recycle="mid"), "'mid'"),
+            (dict(ttt_length=0), "ttt_length 0")):
+        with pytest.raises(ValueError, match=says):
+            mtp.ttt_loss(model, **{**dict(input_ids=ids, hidden_states=hidden), **change})
+
+
+def test_router_keeps_fp32():
+    model = toy_draft(torch.float32)
+    weight, bias = model.mlp.gate.weight.clone(), model.mlp.gate.e_score_correction_bias.clone()
+    model.bfloat16()
+    assert model.eh_proj.weight.dtype == torch.bfloat16
+    assert torch.equal(model.mlp.gate.weight, weight) and weight.dtype == torch.float32
+    assert torch.equal(model.mlp.gate.e_score_correction_bias, bias)
+    other = mtp.MTP(model.config).bfloat16()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.mlp.gate.weight, weight) and other.mlp.gate.weight.dtype == torch.float32
+    assert toy_draft(torch.float64).mlp.gate.weight.dtype == torch.float64
+    x = torch.randn(64, 24).bfloat16()
+    expected = (x.float() @ weight.T).sigmoid()
+    weights, chosen = model.mlp.gate(x)
+    assert torch.equal(chosen, (expected + bias).topk(2).indices)
+    expected = expected.gather(1, chosen)
+    torch.testing.assert_close(weights, 1.7 * expected / expected.sum(-1, keepdim=True), rtol=1e-6, atol=0)
+
+
+def test_bias_moves_by_the_balancing_rule_alone():
+    bias = torch.tensor([0.5, -0.25, 0.0, 1.0], dtype=torch.float64)
+    expected = bias + 0.1 * torch.tensor([-1.0, 1.0, 0.0, 0.0]).double()  # loads 6, 0, 3, 3: mean 3
+    mtp.balance_experts(bias, torch.tensor([6, 0, 3, 3]), 0.1)
+    torch.testing.assert_close(bias, expected - expected.mean(), **EXACT)
+
+    model = toy_draft()
+    before = model.mlp.gate.e_score_correction_bias.clone()
+    run(model, *toy_batch(model))
+    bias = model.mlp.gate.e_score_correction_bias
+    assert torch.equal(bias, before) and not bias.requires_grad
+    bias.zero_()[0] = 2.0  # every row chooses expert 0
+    ids, hidden, mask, doc = toy_batch(model, B=4, T=40)
+    spread = []
+    for _ in range(60):
+        load = mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=2).expert_load
+        spread.append(int(load.max() - load.min()))
+        mtp.balance_experts(bias, load, 0.05)
+    assert spread[-1] < 0.3 * spread[0], spread
+
+
+# ---- Experts -----------------------------------------------------------------------------------------------
+
+def toy_experts(dtype=torch.float64, N=19, C=16, E=5, A=2, width=8, unused=3):
+    generator = torch.Generator().manual_seed(0)
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    chosen = torch.rand(N, E, generator=generator).index_fill(1, torch.tensor([unused]), -1).topk(A).indices
+    weights = torch.rand(N, A, generator=generator, dtype=torch.float64).to(mtp.fp32(dtype))
+    tensors = draw(N, C), weights, draw(E, 2 * width, C) * 0.3, draw(E, C, width) * 0.3
+    return chosen, [x.requires_grad_() for x in tensors], draw(N, C)
+
+
+def expert_results(function, chosen, tensors, seed):
+    x, weights, gate_up, down = tensors
+    y = function(x, chosen, weights, gate_up, down)
+    return [y, *torch.autograd.grad((y * seed).sum(), tensors)]
+
+
+def test_experts_gradcheck():
+    chosen, tensors, _ = toy_experts(N=5, C=4, width=3)
+    assert gradcheck(lambda x, w, g, d: mtp.ExpertsCPU.apply(x, chosen, w, g, d), tensors)
+
+
+@pytest.mark.parametrize("name", ["ExpertsCPU", "experts_grouped"])
+def test_experts_equal_the_reference(name):
+    function = mtp.ExpertsCPU.apply if name == "ExpertsCPU" else mtp.experts_grouped
+    for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
+        if dtype == torch.float64 and name == "experts_grouped":
+            continue  # F.grouped_mm has no float64
+        expected = expert_results(mtp.experts_ref, *toy_experts(dtype))
+        for got, want in zip(expert_results(function, *toy_experts(dtype)), expected):
+            assert_near(got, want, tolerance)
+    grad = expert_results(function, *toy_experts(torch.float32))[3]
+    assert not grad[3].any() and grad[2].any()  # an expert that nobody chose has a gradient: zero
+
+
+@pytest.mark.parametrize("name", ["ExpertsCPU", "experts_grouped"])
+def test_experts_bf16_err_at_most_twice_as_much_as_the_reference(name):
+    function = mtp.ExpertsCPU.apply if name == "ExpertsCPU" else mtp.experts_grouped
+    chosen, tensors, seed = toy_experts(torch.bfloat16, N=200, C=32, width=32)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    exact = expert_results(mtp.experts_ref, chosen, wide, seed)
+    plain = expert_results(mtp.experts_ref, chosen, tensors, seed)
+    for got, ref, truth in zip(expert_results(function, chosen, tensors, seed), plain, exact):
+        assert (got.double() - truth).norm() <= 2 * (ref.double() - truth).norm()
+
+
+# ---- Attention ---------------------------------------------------------------------------------------------
+
+def toy_attention(steps=3, B=2, T=9, H=4, G=2, D=8, dtype=torch.float64, seed=0):
+    """[q of the last step], [k_0, k_1, ..], [v_0, v_1, ..]."""
+    generator = torch.Generator().manual_seed(seed)
+    def draw(heads):
+        x = torch.randn(B, T, heads, D, generator=generator, dtype=torch.float64)
+        return x.to(dtype).requires_grad_()
+    return draw(H), [draw(G) for _ in range(steps)], [draw(G) for _ in range(steps)]
+
+
+DOCS = torch.tensor([[0, 0, 0, 4, 4, 4, 4, -1, -1], [2, -1, 2, 2, 2, 2, 0, 0, 0]])
+
+
+def attend(backend, q, ks, vs, docs):
+    return mtp.BACKENDS[backend](q, ks[-1], vs[-1], ks[:-1], vs[:-1], docs)[0]
+
+
+def dense_attention(q, ks, vs, doc_ids):
+    """Row by row: the keys a row sees, written out; a row that sees none gives 0."""
+    B, T, H, D = q.shape
+    ids = torch.zeros(B, T) if doc_ids is None else doc_ids
+    out = []
+    for b in range(B):
+        for t in range(T):
+            first = max([0] + [s + 1 for s in range(t) if ids[b, s] != ids[b, s + 1]])
+            keys = [] if ids[b, t] < 0 else [(0, s) for s in range(first, t + 1)]
+            keys += [(j, t) for j in range(1, len(ks))]
+            for h in range(H):
+                g = h // (H // ks[0].shape[2])
+                weight = [q[b, t, h] @ ks[j][b, s, g] / D ** 0.5 for j, s in keys]
+                weight = torch.stack(weight).softmax(0) if keys else []
+                out.append(sum((w * vs[j][b, s, g] for w, (j, s) in zip(weight, keys)), 0 * q[b, t, h]))
+    return torch.stack(out).view(B, T, H, D)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("doc_ids", [None, DOCS], ids=["whole", "packed"])
+def test_attention_equals_the_dense_reference(doc_ids, steps):
+    """Outputs and every gradient; padding rows of step 0 see nothing and give 0 with finite gradients."""
+    q, ks, vs = toy_attention(steps)
+    docs = mtp.Documents(doc_ids, 2, 9, "cpu")
+    seed = torch.randn(q.shape, dtype=q.dtype)
+    expected = dense_attention(q, ks, vs, doc_ids)
+    grads = torch.autograd.grad((expected * seed).sum(), [q, *ks, *vs])
+    for backend in ("sdpa", "fa"):
+        out = attend(backend, q, ks, vs, docs)
+        torch.testing.assert_close(out, expected, **EXACT)
+        for got, want in zip(torch.autograd.grad((out * seed).sum(), [q, *ks, *vs]), grads):
+            torch.testing.assert_close(got, want, **EXACT)
+        if doc_ids is not None and steps == 1:
+            assert not out[doc_ids < 0].any()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+def test_a_row_sees_exactly_its_keys(backend):
+    q, ks, vs = toy_attention(3)
+    out = attend(backend, q, ks, vs, mtp.Documents(DOCS, 2, 9, "cpu"))
+    for b, rows in documents(DOCS):
+        for t in rows:
+            grads = torch.autograd.grad(out[b, t].sum(), vs, retain_graph=True)
+            seen = [(grad.abs().sum((2, 3)) > 0).nonzero().tolist() for grad in grads]
+            assert seen[0] == [[b, s] for s in rows if s <= t] and seen[1] == seen[2] == [[b, t]]
+
+
+@pytest.mark.parametrize("doc_ids", [None, DOCS[:1, 2:8]], ids=["whole", "packed"])
+def test_fa_gradcheck(doc_ids):
+    q, ks, vs = toy_attention(3, B=1, T=6, H=2, G=1, D=4)
+    docs = mtp.Documents(doc_ids, 1, 6, "cpu")
+    assert gradcheck(lambda q, *kv: mtp.AttendCPU.apply(docs, 0.5, q, *kv), [q, *ks, *vs])
+
+
+def test_merge_gradcheck():
+    q, ks, vs = toy_attention(3, B=1, T=4, H=4, G=2, D=3)
+    o_0 = torch.randn(q.shape, dtype=q.dtype, requires_grad=True)
+    lse_0 = torch.randn(q.shape[:3], dtype=q.dtype, requires_grad=True)
+    assert gradcheck(lambda *x: mtp.Merge.apply(0.6, *x), [o_0, lse_0, q, *ks, *vs])
+    out, lse = mtp.merge_ref(o_0, lse_0, q, ks, vs, 0.6)
+    dout = torch.randn_like(out)
+    auto = torch.autograd.grad((out * dout).sum(), [q, *ks, *vs, o_0, lse_0])
+    dq, dks, dvs, do_0, dlse_0 = mtp.merge_backward_ref(dout, q, ks, vs, out, lse, 0.6, o_0, lse_0)
+    for got, want in zip([dq, *dks, *dvs, do_0, dlse_0], auto):
+        torch.testing.assert_close(got, want, **EXACT)
+    for got, want in zip(mtp.merge_backward_ref(dout, q, ks, vs, out, lse, 0.6), (dq, dks, dvs)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_merge_of_a_row_that_sees_nothing_in_block_0():
+    q, ks, vs = toy_attention(2)
+    o_0, lse_0 = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=q.dtype)
+    out, lse = mtp.merge_ref(o_0, lse_0, q, ks, vs, 0.3)
+    assert lse.isfinite().all()
+    torch.testing.assert_close(out, dense_attention(q * 0.3 * 8 ** 0.5, [ks[0] * 0, *ks], [vs[0] * 0, *vs],
+                                                    -torch.ones(2, 9)), **EXACT)
+    grads = mtp.merge_backward_ref(out, q, ks, vs, out, lse, 0.3, o_0, lse_0)
+    assert all(x.isfinite().all() for x in [grads[0], *grads[1], *grads[2], *grads[3:]])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("D", [4, 16, 24])
+@pytest.mark.parametrize("doc_ids", [None, DOCS], ids=["whole", "packed"])
+def test_flex_block_equals_the_cpu_block(doc_ids, D):
+    """FlexAttention runs forward on a CPU; the head dim is padded with zeros to a power of two from 16."""
+    q, ks, vs = toy_attention(1, D=D)
+    docs = mtp.Documents(doc_ids, 2, 9, "cpu")
+    with torch.no_grad():
+        o, lse = mtp.causal_block_flex(q, ks[0], vs[0], docs, D ** -0.5)
+        expected, expected_lse = mtp.causal_block_cpu(q, ks[0], vs[0], docs, D ** -0.5)
+    torch.testing.assert_close(o, expected, rtol=1e-6, atol=1e-6)  # FlexAttention computes in fp32
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(expected, dense_attention(q, ks, vs, doc_ids), **EXACT)
+
+
+def test_fa_and_sdpa_in_bf16_err_alike():
+    q, ks, vs = toy_attention(3, T=64, D=16, dtype=torch.bfloat16)
+    docs = mtp.Documents(None, 2, 64, "cpu")
+    seed = torch.randn(q.shape)
+    def results(backend, *tensors):
+        q, ks, vs = tensors[0], tensors[1:4], tensors[4:]
+        out = attend(backend, q, list(ks), list(vs), docs)
+        return [out, *torch.autograd.grad((out * seed).sum(), tensors)]
+    low = [q, *ks, *vs]
+    exact = results("sdpa", *(x.detach().double().requires_grad_() for x in low))
+    for fa, sdpa, truth in zip(results("fa", *low), results("sdpa", *low), exact):
+        assert fa.dtype == torch.bfloat16
+        assert (fa.double() - truth).norm() <= 2 * (sdpa.double() - truth).norm()
+
+
+def test_fa_names_what_is_missing(monkeypatch):
+    assert mtp.why_not_fa("cpu", torch.float64) is None
+    assert "float64" in mtp.why_not_fa("cuda", torch.float64)
+    assert mtp.why_not_fa("cuda", torch.bfloat16) is None
+    q = torch.zeros(1, 2, 2, 8, device="meta")
+    with pytest.raises(ValueError, match="backend fa cannot run.*meta.*--backend sdpa"):
+        mtp.attend_fa(q, q, q, [], [], None)
+    monkeypatch.setattr(mtp, "FLEX_MISSING", "torch 1.0 cannot return FlexAttention's lse (no AuxRequest)")
+    assert "no AuxRequest" in mtp.why_not_fa("cuda", torch.bfloat16)
+
+
+LONG = textwrap.dedent("""
+    import resource, torch, mtp
+    torch.set_num_threads(1)
+    cfg = mtp.MTPConfig(vocab_size=64, hidden_size=16, num_attention_heads=1, num_key_value_heads=1,
+                        head_dim=8, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
+    model = mtp.MTP(cfg)
+    model.set_target(torch.randn(64, 16), torch.randn(64, 16))
+    def peak(T):
+        q = torch.randn(1, T, 1, 8)
+        mtp.attend_fa(q, q, q, [q], [q], mtp.Documents(None, 1, T, "cpu"))
+        ids, hidden, doc = torch.zeros(1, T).long(), torch.randn(1, T, 16), torch.arange(T)[None] // 1000
+        mtp.ttt_loss(model, ids, hidden, None, doc, backend="fa", ttt_length=2).loss.backward()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(peak(1024), peak(32768))
+""")
+
+
+def test_fa_memory_is_linear_in_the_sequence():
+    """At T = 32k one fp32 score matrix would be 4 GiB, a boolean mask 1 GiB; all of a step fits in 0.5."""
+    done = subprocess.run([sys.executable, "-c", LONG], cwd=HERE, text=True, capture_output=True)
+    short, long = map(int, done.stdout.split())
+    assert long - short < 512, f"{long - short} MiB more at T = 32k"
+
+
+# ---- The TTT loop ------------------------------------------------------------------------------------------
+
+SHAPES = [dict(vocab_size=5), dict(n_group=3, topk_group=2, num_key_value_heads=1, attention_bias=True),
+          dict(vocab_size=5, use_qk_norm=False, norm_topk_prob=False, n_shared_experts=0,
+               partial_rotary_factor=1.0)]
+OPTIONS = [dict(), dict(recycle="pre", zero_first_embedding=True, ttt_length=4, ce_weight=0.3, kl_weight=1.4,
+                        decay=0.5)]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("case", range(3))
+def test_ttt_loss_equals_the_row_by_row_reference(case, backend):
+    """Loss, every figure and every gradient."""
+    model, options = toy_draft(**SHAPES[case]), OPTIONS[case % 2]
+    ids, hidden, mask, doc = toy_batch(model, packed=case != 1)
+    expected = naive_ttt(model, ids, hidden, mask, doc, **options)
+    assert expected[0].count.min() > 2 and expected[0].prefix_hits.max() > 0
+    assert_same(run(model, ids, hidden, mask, doc, backend=backend, **options), expected, **EXACT)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("recycle, zero_first", [("post", False), ("pre", True)])
+def test_training_computes_what_serving_computes(backend, recycle, zero_first, monkeypatch):
+    """Each row: verify its prefix token by token, then draft with a growing cache. Equals the TTT pass."""
+    model, K, spy = toy_draft(), 4, Spy(monkeypatch)
+    ids, hidden, mask, doc = toy_batch(model)
+    mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=K, backend=backend, recycle=recycle,
+                 zero_first_embedding=zero_first)
+    compared = 0
+
+    def serve(token, g, position, cache):
+        e = model.embed(token[None, None]) * (not (zero_first and position == 0))
+        position = torch.tensor([[position]])
+        n, r, *cache, _ = model(e, g, position, *cache, None, attend=mtp.attend_decode)
+        return n, r, cache
+
+    for b, rows in documents(doc):
+        prefix = [[], []]
+        for t in range(len(rows) - 1):
+            n, r, prefix = serve(ids[b, rows[t + 1]], hidden[b, rows[t]][None, None], t, prefix)
+            cache = prefix
+            for k in range(K):
+                torch.testing.assert_close(spy.ns[k][b, rows[t]], n[0, 0], **EXACT)
+                compared += 1
+                if t + 2 + k == len(rows):
+                    break
+                if k + 1 < K:
+                    g = n if recycle == "post" else r
+                    n, r, cache = serve(ids[b, rows[t + 2 + k]], g, t + k + 1, cache)
+    assert compared > 60
+
+
+def test_decoding_in_pieces_equals_decoding_at_once():
+    q, ks, vs = toy_attention(1)
+    whole, _, _ = mtp.attend_decode(q, ks[0], vs[0], [], [])
+    past_k, past_v, parts = [], [], []
+    for piece in (slice(0, 4), slice(4, 5), slice(5, 9)):
+        out, past_k, past_v = mtp.attend_decode(q[:, piece], ks[0][:, piece], vs[0][:, piece], past_k, past_v)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, **EXACT)
+    torch.testing.assert_close(whole, dense_attention(q, ks, vs, None), **EXACT)
+
+
+@pytest.mark.parametrize("reads", ["embedding", "hidden"])
+def test_a_toy_that_knows_the_answer_is_always_right(reads):
+    """Text x[t+1] = pi(x[t]), target h[t] = onehot(x[t+1]), no attention, no experts. A draft that maps its
+    embedding by pi is right only if x[t+1+k] is embedded and x[t+2+k] asked for; one that maps its hidden
+    state by pi is right only if step k is fed with step k-1's output and not with h again."""
+    C = 12
+    model = mtp.MTP(toy_config(vocab_size=C, hidden_size=C)).double()
+    eye, pi = torch.eye(C, dtype=torch.float64), torch.randperm(C, generator=torch.Generator().manual_seed(0))
+    mlp = model.mlp
+    for p in (model.self_attn.o_proj.weight, mlp.experts.down_proj, mlp.shared_experts.down_proj.weight):
+        p.data.zero_()
+    half = slice(0, C) if reads == "embedding" else slice(C, 2 * C)
+    model.eh_proj.weight.data.zero_()[:, half] = eye[pi].T  # column i is onehot(pi[i])
+    model.set_target(eye.clone(), 8 * eye)
+    ids = [3]
+    while len(ids) < 20:
+        ids.append(int(pi[ids[-1]]))
+    ids = torch.tensor([ids])
+    hidden = eye[torch.cat([ids[:, 1:], pi[ids[:, -1:]]], 1)] * C ** 0.5
+    out = mtp.ttt_loss(model, ids, hidden, ttt_length=4)
+    assert out.acc.tolist() == [1.0] * 4
+    assert out.prefix_hits.tolist() == out.count.tolist() == [18, 17, 16, 15]
+    assert out.kl.abs().max() < 1e-6
+    if reads == "embedding":  # a target one row late
+        assert mtp.ttt_loss(model, ids, hidden.roll(1, 1), ttt_length=4).acc.max() < 1.0
+
+
+def test_fusion_is_embedding_first_then_hidden():
+    model = toy_draft()
+    e, h = torch.randn(1, 3, 24, dtype=torch.float64), torch.randn(1, 3, 24, dtype=torch.float64)
+    seen = []
+    model.input_layernorm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(e, h, torch.arange(3)[None], [], [], mtp.Documents(None, 1, 3, "cpu"))
+    left, right = model.eh_proj.weight.split(24, dim=1)
+    e, h = naive_norm(e, model.enorm.weight, 1e-5), naive_norm(h, model.hnorm.weight, 1e-5)
+    torch.testing.assert_close(seen[0], e @ left.T + h @ right.T, **EXACT)
+
+
+@pytest.mark.parametrize("recycle", ["post", "pre"])
+def test_the_next_step_gets_the_last_output_bitwise(recycle):
+    model, calls = toy_draft(), []
+    model.register_forward_hook(lambda module, args, out: calls.append((args, out)))
+    ids, hidden, mask, doc = toy_batch(model, packed=False)
+    mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=3, recycle=recycle)
+    assert torch.equal(calls[0][0][1], hidden)
+    for k in (1, 2):
+        n, r = calls[k - 1][1][:2]
+        assert torch.equal(calls[k][0][1], n if recycle == "post" else r)
+        assert torch.equal(n, model.shared_head["norm"](r)) and not torch.equal(n, r)
+        assert torch.equal(calls[k][0][2], torch.arange(14).expand(2, 14) + k)
+    ids[:, 0] = 39 - ids[:, 0]  # x_0 is embedded by no row
+    before = calls[0][1][0]
+    mtp.ttt_loss(model, ids, hidden, mask, doc, ttt_length=3, recycle=recycle)
+    assert torch.equal(calls[3][1][0], before)
+
+
+@pytest.mark.parametrize("m", [2, 5, 13])
+def test_one_unmasked_token_trains_exactly_its_rows(m, monkeypatch):
+    model, spy = toy_draft(), Spy(monkeypatch)
+    ids, hidden, _, _ = toy_batch(model, B=1)
+    mask = torch.zeros(1, 14).index_fill(1, torch.tensor([m]), 1)
+    out, _ = run(model, ids, hidden, mask, ttt_length=3)
+    assert out.count.tolist() == [1, 1 if m > 2 else 0, 1 if m > 3 else 0]
+    ns = [n.detach().requires_grad_() for n in spy.ns]
+    one = torch.ones(3, dtype=torch.float64)
+    loss, *_ = spy.real.apply(
+        model.lm_head_weight, F.pad(hidden, (0, 0, 0, 3)), spy.valid, one, 1.0, 1.0, *ns)
+    for k, grad in enumerate(torch.autograd.grad(loss, ns)):
+        rows = (grad.abs().sum(-1) > 0).nonzero().tolist()
+        assert rows == ([[0, m - 2 - k]] if m - 2 - k >= 0 else [])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+def test_causality(backend, monkeypatch):
+    """Row t, step k does not see ids after t+1+k nor h after t; it does see x[t+1+k] and h[t]."""
+    model, K, spy = toy_draft(), 3, Spy(monkeypatch)
+    ids, hidden, _, _ = toy_batch(model, B=1)
+
+    def steps(ids, hidden):
+        mtp.ttt_loss(model, ids, hidden, ttt_length=K, backend=backend)
+        return torch.stack([n[0] for n in spy.ns]).detach()
+
+    before = steps(ids, hidden)
+    for edit in (4, 9):
+        other_ids, other_hidden = ids.clone(), hidden.clone()
+        other_ids[0, edit] = (ids[0, edit] + 1) % 40
+        other_hidden[0, edit] += 1.0
+        for after, shift in ((steps(other_ids, hidden), 1), (steps(ids, other_hidden), None)):
+            changed = (after - before).abs().amax(-1) > 1e-9
+            for k in range(K):
+                first = edit if shift is None else edit - 1 - k
+                assert not changed[k, :first].any() and changed[k, first], (k, first)
+                assert shift is None or changed[k, edit:].all()
+
+
+def test_packed_documents_do_not_leak(monkeypatch):
+    """[A|B] equals A and B apart: each row of each step, loss and gradients; an edit in B never reaches A."""
+    model, K, spy = toy_draft(), 3, Spy(monkeypatch)
+    ids, hidden, mask, _ = toy_batch(model, B=1, T=15)
+    doc, split = torch.tensor([[5] * 6 + [5 - 2] * 9]), 6
+    count = mtp.valid_counts(mask, doc, K, batch=1, length=15)
+    for backend in ("sdpa", "fa"):
+        options = dict(ttt_length=K, backend=backend, counts=count)
+        packed, grads = run(model, ids, hidden, mask, doc, **options)
+        packed_ns = [n.detach() for n in spy.ns]
+        loss, total = 0.0, {name: 0.0 for name in grads}
+        for part in (slice(0, split), slice(split, 15)):
+            out, own = run(model, ids[:, part], hidden[:, part], mask[:, part], **options)
+            loss, total = loss + out.loss, {name: total[name] + own[name] for name in own}
+            for k in range(K):  # the last k + 1 rows of a document embed what is not theirs and never count
+                inside = slice(0, max(0, part.stop - part.start - 1 - k))
+                torch.testing.assert_close(packed_ns[k][:, part][:, inside], spy.ns[k][:, inside], **EXACT)
+        torch.testing.assert_close(packed.loss, loss, **EXACT)
+        for name in grads:
+            torch.testing.assert_close(grads[name], total[name], **EXACT)
+        other_ids, other_hidden = ids.clone(), hidden.clone()
+        other_ids[:, split:] = (ids[:, split:] + 3) % 40
+        other_hidden[:, split:] += 1.0
+        mask_a = mask.clone()
+        mask_a[:, split:] = False
+        assert_same(no_load(run(model, other_ids, other_hidden, mask_a, doc, **options)),
+                    no_load(run(model, ids, hidden, mask_a, doc, **options)), **EXACT)
+
+
+def no_load(result):
+    return result[0]._replace(expert_load=result[0].count), result[1]
+
+
+# ---- Documents and counts ----------------------------------------------------------------------------------
+
+def test_documents_are_maximal_runs():
+    docs = mtp.Documents(torch.tensor([[3, 3, 5, 3, -1, -2, 3, 3]]), 1, 8, "cpu")
+    assert docs.position_ids.tolist()[0][:4] == [0, 1, 0, 0] and docs.position_ids.tolist()[0][6:] == [0, 1]
+    assert [(b, s.start, s.stop) for (bs, s) in docs.segments for b in [bs.start]] == [
+        (0, 0, 2), (0, 2, 3), (0, 3, 4), (0, 6, 8)]
+    run = docs.run[0].tolist()
+    assert run[0] == run[1] and run[6] == run[7] and run[4] == run[5] == -1 and len({*run}) == 5
+    whole = mtp.Documents(None, 2, 3, "cpu")
+    assert whole.whole and not docs.whole and whole.position_ids.tolist() == [[0, 1, 2]] * 2
+    assert whole.has_later(2).tolist() == [[True, False, False]] * 2
+
+
+def test_valid_counts():
+    ids = torch.zeros(2, 14).long()
+    mask = torch.rand(2, 14, generator=torch.Generator().manual_seed(0)) > 0.4
+    for doc in (None, toy_batch(toy_draft())[3]):
+        expected = [0] * 4
+        for b, rows in documents(ids if doc is None else doc):
+            for k in range(4):
+                expected[k] += sum(int(mask[b, rows[i]]) for i in range(k + 2, len(rows)))
+        for given in (mask, mask.double() * 0.2, mask.long() * -3):
+            assert mtp.valid_counts(given, doc, 4, batch=2, length=14).tolist() == expected
+    assert mtp.valid_counts(None, None, 3, batch=2, length=4).tolist() == [4, 2, 0]
+
+
+@pytest.mark.parametrize("split", [[1, 1, 1, 1], [2, 2], [3, 1]])
+def test_any_split_of_a_batch_gives_the_same_gradients(split):
+    model = toy_draft()
+    ids, hidden, mask, doc = toy_batch(model, B=4, T=12)
+    mask[1] = False  # a micro-batch in which nothing counts
+    doc = doc.clamp(min=-1)
+    whole, expected = run(model, ids, hidden, mask, doc)
+    counts = sum(mtp.valid_counts(m, d, 3, batch=len(m), length=12)
+                 for m, d in zip(mask.split(split), doc.split(split)))
+    assert counts.tolist() == whole.count.tolist()
+    model.zero_grad()
+    loss = 0.0
+    for part in zip(ids.split(split), hidden.split(split), mask.split(split), doc.split(split)):
+        out = mtp.ttt_loss(model, *part, counts=counts)
+        out.loss.backward()
+        loss = loss + out.loss.detach()
+    torch.testing.assert_close(loss, whole.loss, rtol=1e-10, atol=1e-10)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+def test_nothing_to_learn_gives_zero_and_finite_gradients(backend):
+    model = toy_draft()
+    ids, hidden, mask, doc = toy_batch(model)
+    for batch in ((mask & False, doc), (mask, doc * 0 - 1), (mask, torch.arange(28).view(2, 14))):
+        out, grads = run(model, ids, hidden, *batch, backend=backend)
+        assert out.loss == 0 and not out.count.any() and not out.acc.any() and not out.prefix_hits.any()
+        assert all(grad.isfinite().all() and not grad.any() for grad in grads.values())
+    out, grads = run(model, ids[:, :1], hidden[:, :1], backend=backend)
+    assert out.loss == 0 and not any(grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+def test_padding_changes_nothing_whatever_it_holds(backend):
+    """Twice the padding, NaN hidden states and impossible ids in it: the same loss, figures and gradients."""
+    model = toy_draft()
+    ids, hidden, mask, doc = toy_batch(model)
+    doc[:, -3:] = -1
+    expected = run(model, ids, hidden, mask, doc, backend=backend)
+    ids, mask = F.pad(ids, (0, 3), value=-100), F.pad(mask, (0, 3), value=True)
+    doc, hidden = F.pad(doc, (0, 3), value=-1), F.pad(hidden, (0, 0, 0, 3), value=torch.nan)
+    ids[doc < 0], hidden[doc < 0] = -100, torch.nan
+    assert_same(run(model, ids, hidden, mask, doc, backend=backend), expected, **EXACT)
+    only_masked = toy_batch(model, packed=False)[:2]  # right padding that only the mask tells
+    mask = torch.ones(2, 14).index_fill(1, torch.arange(10, 14), 0)
+    longer = F.pad(only_masked[0], (0, 4)), F.pad(only_masked[1], (0, 0, 0, 4)), F.pad(mask, (0, 4))
+    a, b = run(model, *only_masked, mask, backend=backend), run(model, *longer, backend=backend)
+    assert_same(no_load(a), no_load(b), **EXACT)
+
+
+def test_two_runs_are_bitwise_equal():
+    model = toy_draft(torch.float32)
+    for backend in ("sdpa", "fa"):
+        batch = toy_batch(model, T=40)
+        assert_same(run(model, *batch, backend=backend), run(model, *batch, backend=backend), rtol=0, atol=0)
+
+
+# ---- The chunked loss --------------------------------------------------------------------------------------
+
+def naive_loss(lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
+    """The loss with whole logits and autograd, and its sums: CE, KL, right, prefix hits of each step."""
+    wide, sums, prefix = mtp.fp32(lm_head.dtype), [], True
+    for k, n in enumerate(ns):
+        teacher = F.linear(hidden[:, k + 1:k + 1 + n.shape[1]].to(lm_head.dtype), lm_head)
+        draft = F.linear(n.to(lm_head.dtype), lm_head)
+        log_p, log_q = (x.to(wide).log_softmax(-1) for x in (teacher, draft))
+        label = teacher.argmax(-1)
+        ce, kl = -log_q.gather(-1, label[..., None])[..., 0], (log_p.exp() * (log_p - log_q)).sum(-1)
+        right = draft.argmax(-1) == label
+        prefix = right & prefix
+        sums.append(torch.stack([(valid[k] * x).sum().to(wide) for x in (ce, kl, right, prefix)]))
+    sums = torch.stack(sums, dim=1)
+    return (coeff.to(wide) * (ce_weight * sums[0] + kl_weight * sums[1])).sum(), sums
+
+
+def loss_case(dtype=torch.float64, B=2, T=23, C=12, V=37, K=3, seed=0):
+    """Arguments of ChunkedLoss: drafts that are often right, long stretches in which no row counts."""
+    generator = torch.Generator().manual_seed(seed)
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    valid, hidden = torch.rand(K, B, T, generator=generator) > 0.5, draw(B, T + K, C)
+    valid[:, 0, 4:16] = False
+    valid[:2, 0, 10:14], valid[2, 0, 10:14] = False, True  # judged at steps 0 and 1 for the sake of step 2
+    ns = [(hidden[:, k + 1:k + 1 + T] + 0.7 * draw(B, T, C)).to(dtype).requires_grad_() for k in range(K)]
+    coeff = torch.rand(K, generator=generator, dtype=torch.float64)
+    return draw(V, C).to(dtype), hidden.to(dtype), valid, coeff, 0.7, 1.3, *ns
+
+
+def in_float64(case):
+    exact = [x.detach().double() if torch.is_tensor(x) and x.is_floating_point() else x for x in case]
+    return [*exact[:6], *(n.requires_grad_() for n in exact[6:])]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 1000])
+def test_chunked_loss_equals_autograd_over_whole_logits(rows, monkeypatch):
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
+    case = loss_case()
+    (loss, sums, _), (expected, expected_sums) = mtp.ChunkedLoss.apply(*case), naive_loss(*case)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-9, atol=1e-9)
+    assert (sums[3] > 0).all() and (sums[3, 1:] < sums[2, 1:]).all()
+    grads = (torch.autograd.grad(3 * x, case[6:]) for x in (loss, expected))
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        assert torch.equal(mtp.ChunkedLoss.apply(*case)[1], sums)
+
+
+@pytest.mark.parametrize("rows", [4, 1000])
+def test_teacher_logits_are_computed_once_and_only_where_read(rows, monkeypatch):
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
+    case, seen, real = loss_case(), [], mtp.row_softmax
+    hidden, valid = case[1], case[2]
+
+    def spy(x, *args):
+        if x.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr():
+            seen.extend(range(x.storage_offset() // 12, x.storage_offset() // 12 + len(x)))
+        return real(x, *args)
+
+    monkeypatch.setattr(mtp, "row_softmax", spy)
+    mtp.ChunkedLoss.apply(*case)
+    needed = {b * 26 + t + 1 + j for k, b, t in valid.nonzero().tolist() for j in range(k + 1)}
+    assert len(seen) == len(set(seen)) and needed <= set(seen)
+    assert rows > 4 or len(seen) < 2 * 25 - 4  # chunks that nothing reads are left out
+
+
+def test_chunked_loss_in_bf16_errs_at_most_twice_as_much_as_autograd():
+    case = loss_case(torch.bfloat16, V=200, C=32)
+    exact = in_float64(case)
+    truth, plain, ours = naive_loss(*exact)[0], naive_loss(*case)[0], mtp.ChunkedLoss.apply(*case)[0]
+    assert ours.dtype == torch.float32
+    grads = [torch.autograd.grad(loss, ns[6:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
+    for want, ref, got in zip(*grads):
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - want).norm() <= 2 * (ref.double() - want).norm()
+    assert abs(ours.double() - truth) <= 2 * abs(plain.double() - truth) + 1e-6 * abs(truth)
+
+
+def test_low_precision_runs_are_close_to_float64():
+    """The whole loss. bf16 numbers carry 8 bits, and what a few of them in a row may lose is a few 2^-8."""
+    exact = toy_draft(torch.float64, num_experts_per_tok=6)  # all experts: rounding cannot change the choice
+    batch = toy_batch(exact, T=32)
+    expected = mtp.ttt_loss(exact, *batch)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 8 * 2 ** -8)):
+        model = toy_draft(torch.float64, num_experts_per_tok=6)
+        model.to(dtype).set_target(*(x.to(dtype) for x in (model.embed_weight, model.lm_head_weight)))
+        for backend in ("sdpa", "fa"):
+            out, grads = run(model, batch[0], batch[1].to(dtype), *batch[2:], backend=backend)
+            assert out.loss.dtype == torch.float32 and all(grad.isfinite().all() for grad in grads.values())
+            assert_near(out.loss.double(), expected.loss, tolerance)
+    # a target in another dtype than the draft: its matmuls run in its own dtype
+    model = toy_draft(torch.float32)
+    model.set_target(model.embed_weight.bfloat16(), model.lm_head_weight.bfloat16())
+    out, grads = run(model, batch[0], batch[1].bfloat16(), *batch[2:])
+    assert out.loss.isfinite() and grads["eh_proj.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("V", [151936, 248320])
+def test_large_vocabularies(V):
+    """fp32 against float64: careless sums over so many logits err by 1e-4. Gradients are a matmul over V."""
+    case = loss_case(torch.float32, B=1, T=6, C=8, V=V)
+    exact = in_float64(case)
+    truth, plain, ours = naive_loss(*exact)[0], naive_loss(*case)[0], mtp.ChunkedLoss.apply(*case)[0]
+    assert_near(ours, truth, 1e-5)
+    grads = [torch.autograd.grad(loss, ns[6:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
+    for want, ref, got in zip(*grads):
+        assert (got - want).norm() <= 2 * (ref - want).norm()
+
+
+def saved_bytes(T, V):
+    """Bytes kept for backward by a whole loss: every distinct storage that is no parameter, once."""
+    torch.manual_seed(0)
+    model = mtp.MTP(mtp.MTPConfig(
+        vocab_size=V, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128))
+    model.set_target(torch.randn(V, 256), torch.randn(V, 256))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ids, hidden = torch.randint(V, (1, T)), torch.randn(1, T, 256)
+        out = mtp.ttt_loss(model, ids, hidden, ttt_length=4, backend="fa")
+    assert out.loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_bytes_saved_for_backward(monkeypatch):
+    base = saved_bytes(256, 8192)
+    assert base <= 40 * 2 ** 20, f"{base / 2 ** 20:.1f} MiB"
+    assert saved_bytes(512, 8192) <= 2.1 * base
+    assert saved_bytes(256, 16384) == base
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", 16 * 8192)
+    assert saved_bytes(256, 8192) == base
+
+
+# ---- Several ranks -----------------------------------------------------------------------------------------
+
+USP = [  # changes of the config, of the batch, options; T is no multiple of 4 in any of them
+    (dict(), dict(T=14), dict()),
+    (dict(num_key_value_heads=1, attention_bias=True), dict(T=10, packed=False),  # halo 4, shards of 3
+     dict(recycle="pre", zero_first_embedding=True, ttt_length=4)),
+    (dict(num_key_value_heads=4, rope_theta=5e6), dict(T=61, B=1), dict(ttt_length=2)),
+    (dict(rope_theta=1e6), dict(T=50, packed=False), dict(mask_first=11)),  # most ranks have no valid row
+    (dict(), dict(T=5, packed=False), dict()),  # the last of four ranks has nothing but padding
+]
+
+
+def usp_case(i):
+    changes, batch, options = USP[i]
+    model, options = toy_draft(**changes), dict(options)
+    ids, hidden, mask, doc = toy_batch(model, **batch)
+    if "mask_first" in options:
+        mask[:, options.pop("mask_first"):] = False
+    return model, (ids, hidden, mask, doc), options
+
+
+def summed(result, group=None):
+    """run()'s result with loss and gradients summed over ranks."""
+    out, grads = result
+    loss = out.loss.detach().clone()
+    for x in (loss, *grads.values()):
+        dist.all_reduce(x, group=group)
+    return out._replace(loss=loss), grads
+
+
+def usp_rank(rank, P, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=P)
+    sent, real = [], dist.all_to_all_single
+
+    def counting(out, x, group=None):
+        sent.append(x.nbytes * (P - 1) // P)
+        return real(out, x, group=group)
+
+    dist.all_to_all_single, results = counting, []
+    for i in range(len(USP)):
+        model, batch, options = usp_case(i)
+        sent.clear()
+        results.append((summed(run(model, *batch, backend="usp", **options)), sum(sent)))
+    if P == 4:  # two groups of two ranks, each with its own half of the batch
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model, (ids, hidden, mask, doc), options = usp_case(0)
+        counts = mtp.valid_counts(mask, doc, 3, batch=2, length=14)
+        half = [x[rank // 2:rank // 2 + 1] for x in (ids, hidden, mask, doc)]
+        result = run(model, *half, backend="usp", group=groups[rank // 2], counts=counts)
+        results.append((summed(result), None))
+        with pytest.raises(ValueError, match="4 ranks do not divide 6 query heads; use 2"):
+            run(toy_draft(num_attention_heads=6), ids, hidden, backend="usp")
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_usp_equals_one_rank(P, tmp_path):
+    """Loss and gradients summed over ranks, figures of every rank, and the bytes that each sends."""
+    torch.multiprocessing.spawn(usp_rank, (P, tmp_path), nprocs=P)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(P)]
+    for i in range(len(USP)):
+        model, batch, options = usp_case(i)
+        expected, cfg = run(model, *batch, backend="sdpa", **options), model.config
+        (B, T), K, H, G = batch[0].shape, options.get("ttt_length", 3), 4, cfg.num_key_value_heads
+        heads = 2 * H + 2 * G * (P // math.gcd(G, P))
+        for results in ranks:
+            result, sent = results[i]
+            assert_same(result, expected, **EXACT)
+            assert sent == 2 * K * 8 * B * -(-T // P) * heads * cfg.head_dim * (P - 1) // P
+    if P == 4:
+        model, batch, _ = usp_case(0)
+        expected = run(model, *batch)
+        for results in ranks:
+            loss, grads = results[-1][0][0].loss, results[-1][0][1]
+            torch.testing.assert_close(loss, expected[0].loss.detach(), **EXACT)
+            for name in grads:
+                torch.testing.assert_close(grads[name], expected[1][name], **EXACT)
+        halves = [ranks[0][-1][0][0], ranks[2][-1][0][0]]  # figures are a group's own
+        assert (halves[0].count + halves[1].count).tolist() == expected[0].count.tolist()
+
+
+# ---- Trainer: a tiny target --------------------------------------------------------------------------------
+
+WORDS = [f"w{i}" for i in range(58)]
+CHAT = ("{% for m in messages %}<|{{ m['role'] }}|> {% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] }} <|end|>{% endgeneration %}{% else %}{{ m['content'] }} <|end|>{% endif %} "
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|> {% endif %}")
+
+
+def make_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    vocab = {word: i for i, word in enumerate(["<|end|>", "<|user|>", "<|assistant|>", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def make_target(path, family="glm4_moe", mtp_layer=True, dtype=torch.float32, tie=False, seed=0):
+    """A random two-layer target of `family` with a tokenizer, saved by transformers itself, and (mtp_layer) a
+    random MTP layer written beside it under the family's own tensor names. Returns that layer's draft."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+    torch.manual_seed(seed)
+    common = dict(vocab_size=62, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                  intermediate_size=48, num_hidden_layers=2, moe_intermediate_size=16, num_experts_per_tok=2,
+                  max_position_embeddings=256, tie_word_embeddings=tie, initializer_range=0.2,
+                  bos_token_id=None, eos_token_id=0, pad_token_id=None)
+    if family == "glm4_moe":
+        config = transformers.Glm4MoeConfig(**common, n_routed_experts=4, n_shared_experts=1,
+                                            use_qk_norm=True, first_k_dense_replace=1)
+        model = transformers.Glm4MoeForCausalLM(config)
+    else:
+        config = transformers.HYV3Config(**common, num_experts=4, num_shared_experts=1)
+        model = transformers.HYV3ForCausalLM(config)
+    for name, tensor in model.named_parameters():
+        if name.endswith("norm.weight"):
+            tensor.data.uniform_(0.5, 1.5)
+        elif "o_proj" in name or "down_proj" in name:
+            tensor.data *= 0.15  # mostly a bigram model: a draft can learn it in seconds
+    model.to(dtype).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    raw = json.loads((path / "config.json").read_text())
+    if family == "hy_v3":
+        raw |= dict(qk_norm=True, route_norm=True)
+        (path / "config.json").write_text(json.dumps(raw))
+    if mtp_layer:
+        draft = random_draft(mtp.MTPConfig.from_hf(raw), seed=seed + 1)
+        state = load_file(path / "model.safetensors")
+        state |= {name: view.clone() if "gate.weight" in name or "bias" in name else view.to(dtype)
+                  for name, view in mtp.native_views(draft.state_dict(), family, "model.layers.2.")}
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+        return draft
+    return None
+
+
+def random_draft(config, seed):
+    torch.manual_seed(seed)
+    model = mtp.MTP(config)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.data.uniform_(0.5, 1.5) if name.endswith("norm.weight") else tensor.data.normal_(0, 0.2)
+    return model
+
+
+def load_target(path, **options):
+    return mtp.Target(mtp.ModelOptions(target=str(path), **options), path, torch.device("cpu"))
+
+
+def write_texts(path, n=40, seed=0, longest=40):
+    """A .jsonl of n random texts of 8 to `longest` words."""
+    generator = torch.Generator().manual_seed(seed)
+    with open(path, "w") as file:
+        for _ in range(n):
+            length = int(torch.randint(8, longest, (1,), generator=generator))
+            words = [WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator)]
+            file.write(json.dumps({"text": " ".join(words)}) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """(target folder with an MTP layer, data file)."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_target(folder / "target")
+    return folder / "target", write_texts(folder / "data.jsonl")
+
+
+def options(tiny, out, **changes):
+    return mtp.TrainConfig(**{**dict(
+        target=str(tiny[0]), data=[tiny[1]], out=str(out), device="cpu", init="scratch", steps=4,
+        batch_size=4, seq_len=48, lr=1e-2, warmup_steps=2, eval_rows=4, save_every=2, log_every=1, keep=9),
+        **changes})
+
+
+def state_of(folder):
+    """Every tensor of a training state, read by torch's own reader into plain tensors."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    file = folder.parent / (folder.name + ".pt")
+    dcp_to_torch_save(folder, file)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same_state(a, b):
+    a, b = state_of(a), state_of(b)
+    assert a.keys() == b.keys() and len(a) > 60
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+# ---- Trainer: checkpoints and initialisation ---------------------------------------------------------------
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_warm_start_reads_the_targets_own_layer(family, dtype, tmp_path):
+    draft = make_target(tmp_path / "t", family, dtype=dtype)
+    target = load_target(tmp_path / "t")
+    cfg = mtp.TrainConfig(target=str(tmp_path / "t"))
+    model, init = mtp.make_draft(cfg, target, mtp.Ranks())
+    assert init == "warm" and model.eh_proj.weight.dtype == dtype
+    for name, tensor in draft.state_dict().items():
+        keeps = name.startswith("mlp.gate.")
+        found = model.state_dict()[name]
+        assert found.dtype == (torch.float32 if keeps else dtype)
+        assert torch.equal(found, tensor if keeps else tensor.to(dtype)), name
+
+
+def edit_checkpoint(path, change):
+    from safetensors.torch import load_file, save_file
+    state = load_file(path / "model.safetensors")
+    change(state)
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda s: s.pop("model.layers.2.mlp.experts.1.up_proj.weight"), "experts.1.up_proj.weight is missing"),
+    (lambda s: s.update({"model.layers.2.enorm.weight": torch.ones(5)}),
+     r"enorm.weight has shape \(5,\), expected \(32,\)"),
+    (lambda s: s["model.layers.2.eh_proj.weight"].fill_(math.nan), "eh_proj.weight holds nan"),
+    (lambda s: s.update({"model.layers.2.eh_proj.weight": torch.zeros(32, 64, dtype=torch.int8)}),
+     "de-quantised"),
+    (lambda s: s.update({"model.layers.2.eh_proj.weight_scale_2": torch.ones(1)}), "weight_scale_2"),
+])
+def test_an_incomplete_or_strange_mtp_layer_is_refused(change, says, tmp_path):
+    make_target(tmp_path / "t")
+    edit_checkpoint(tmp_path / "t", change)
+    target = load_target(tmp_path / "t")
+    with pytest.raises(ValueError, match=says):
+        mtp.make_draft(mtp.TrainConfig(init="warm"), target, mtp.Ranks())
+
+
+def test_a_target_without_all_its_weights_is_refused(tmp_path):
+    make_target(tmp_path / "t")
+    edit_checkpoint(tmp_path / "t", lambda s: s.pop("model.layers.1.self_attn.q_proj.weight"))
+    with pytest.raises(ValueError, match="lacks weights of the target: .*1.self_attn.q_proj.weight"):
+        load_target(tmp_path / "t")
+
+
+def test_warm_without_a_layer_is_refused_and_auto_starts_from_scratch(tmp_path):
+    make_target(tmp_path / "t", mtp_layer=False)
+    target = load_target(tmp_path / "t")
+    with pytest.raises(ValueError, match="--init scratch"):
+        mtp.make_draft(mtp.TrainConfig(init="warm"), target, mtp.Ranks())
+    assert mtp.make_draft(mtp.TrainConfig(), target, mtp.Ranks())[1] == "scratch"
+
+
+def test_a_second_mtp_layer_is_announced(tmp_path):
+    make_target(tmp_path / "t")
+    edit_checkpoint(tmp_path / "t", lambda s: s.update({"model.layers.3.enorm.weight": torch.ones(32)}))
+    with pytest.warns(UserWarning, match="more than one MTP layer; the first, model.layers.2,"):
+        found = mtp.Checkpoint(tmp_path / "t")
+        assert mtp.mtp_prefix(found.config, found.files) == "model.layers.2."
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "column", "scalar"])
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_are_dequantised(kind, code, tmp_path):
+    from safetensors.torch import save_file
+    torch.manual_seed(0)
+    codes = (torch.randn(10, 14) * 5).clamp(-100, 100).to(code)
+    scale = torch.rand({"blocks": (3, 3), "rows": (10,), "column": (10, 1), "scalar": ()}[kind])
+    name = "a.weight_scale_inv" if kind == "blocks" else "a.weight_scale"
+    save_file({"a.weight": codes, name: scale}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [4, 6]}}')
+    found = mtp.Checkpoint(tmp_path).read("a.weight")
+    for i in range(10):  # element by element; the last block of rows and of columns is ragged
+        for j in range(14):
+            one = scale[i // 4, j // 6] if kind == "blocks" else scale.flatten()[i % scale.numel()]
+            assert found[i, j] == codes[i, j].float() * one
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path):
+    from safetensors.torch import save_file
+    save_file({"a.weight": torch.ones(10, 14, dtype=torch.int8), "a.weight_scale_inv": torch.ones(2, 3)},
+              tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [4, 6]}}')
+    with pytest.raises(ValueError, match=r"is \(2, 3\), but blocks of \(4, 6\).*make \(3, 3\)"):
+        mtp.Checkpoint(tmp_path).read("a.weight")
+
+
+def test_pickled_checkpoints_are_not_read(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="only safetensors"):
+        mtp.Checkpoint(tmp_path)
+
+
+def test_a_draft_survives_saving_and_loading(tmp_path):
+    model = random_draft(mtp.DEMO, 3).bfloat16()
+    mtp.save_draft(tmp_path, model, dict(ttt_length=3, recycle="pre"))
+    loaded, meta = mtp.load_draft(tmp_path)
+    assert (meta["ttt_length"], meta["recycle"], meta["format"], loaded.config) == (3, "pre", 1, model.config)
+    for name, tensor in model.state_dict().items():
+        found = loaded.state_dict()[name]
+        assert torch.equal(found, tensor) and found.dtype == tensor.dtype
+    assert loaded.mlp.gate.weight.dtype == torch.float32
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_draft_that_does_not_fit_its_config_is_refused(tmp_path):
+    mtp.save_draft(tmp_path, random_draft(mtp.DEMO, 3), dict(ttt_length=3))
+    edit_checkpoint(tmp_path, lambda s: (s.pop("enorm.weight"), s.update(extra=torch.ones(1))))
+    with pytest.raises(ValueError, match="enorm.weight, extra"):
+        mtp.load_draft(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        mtp.load_draft(tmp_path / "nowhere")
+
+
+# ---- Trainer: targets and data -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_hidden_states_are_the_ones_the_target_decodes_from(family, tie, tmp_path):
+    """Each sample on its own, unpadded, through the whole model: its logits are lm_head of our states."""
+    make_target(tmp_path / "t", family, mtp_layer=False, tie=tie)
+    target = load_target(tmp_path / "t")
+    samples = [mtp.Sample("s", torch.arange(3, 3 + n), torch.arange(n) >= 0) for n in (5, 17, 9, 1)]
+    for sample, state in zip(samples, target.states(samples, budget=20)):
+        logits = target.model(sample.input_ids[None]).logits[0]
+        ours = F.linear(state, target.lm_head)
+        torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+        assert torch.equal(ours.argmax(-1), logits.argmax(-1))
+    assert not target.lm_head.requires_grad and not target.embed.requires_grad
+
+
+def test_the_demo_layer_stack_is_the_model_transformers_loads(tmp_path, monkeypatch):
+    """The demo target, written in our layout, gives transformers' logits: layers, names and config agree."""
+    monkeypatch.setattr(mtp.DemoTarget, "dense_width", 64)
+    config = mtp.MTPConfig(**{**vars(mtp.DEMO), "vocab_size": 62, "hidden_size": 32, "head_dim": 8})
+    monkeypatch.setattr(mtp, "DEMO", config)
+    torch.manual_seed(0)
+    model = mtp.DemoTarget(config)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.data.uniform_(0.5, 1.5) if name.endswith("norm.weight") else tensor.data.normal_(0, 0.2)
+    mtp.save_demo_target(tmp_path / "demo", model, make_tokenizer())
+    target, ids = load_target(tmp_path / "demo"), torch.randint(62, (2, 21))
+    torch.testing.assert_close(model(ids)[0], target.model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert mtp.mtp_prefix(target.config, target.checkpoint.files) is None
+
+
+MESSAGES = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"},
+            {"role": "user", "content": "w6"}, {"role": "assistant", "content": "w7"}]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_loss_is_on_assistant_tokens_only(marked):
+    tokenizer = make_tokenizer()
+    if not marked:
+        tokenizer.chat_template = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    ids, mask = mtp.encode_messages(MESSAGES, tokenizer)
+    learnt = [token for token, m in zip(tokenizer.convert_ids_to_tokens(ids), mask) if m]
+    assert learnt == ["w3", "w4", "w5", "<|end|>", "w7", "<|end|>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{% if loop.last %}<|user|> {% endif %}"
+                               "{{ m['content'] }} {% endfor %}")
+    with pytest.raises(ValueError, match="renders message 1 differently"):
+        mtp.encode_messages(MESSAGES, tokenizer)
+
+
+def test_documents_are_read_cut_and_named(tmp_path, capsys):
+    path, text = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    rows = [{"text": "w1 " * 25}, {"text": "w1"}, {"nothing": 1}, {"messages": MESSAGES}, {"text": 3}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n")
+    text.write_text("w2 " * 12)
+    samples = mtp.read_samples([path, text], make_tokenizer(), seq_len=10, shortest=5)
+    assert [len(s.input_ids) for s in samples] == [10, 10, 5, 10, 5, 10]
+    assert [s.name for s in samples[:3]] == [f"{path}:1"] * 3 and samples[-1].name == str(text)
+    said = capsys.readouterr().out
+    for part in ("4 documents skipped", f"{path}:2 (under 5 tokens", f"{path}:3 (neither text"):
+        assert part in said
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        mtp.read_samples([tmp_path / "c.txt"], make_tokenizer(), 10, 5)
+    with pytest.raises(ValueError, match="no usable document"):
+        mtp.read_samples([path], make_tokenizer(), 10, 500)
+
+
+def test_packing_cuts_nothing_and_fills_rows():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(5, 60, (300,), generator=generator).tolist()
+    samples = [mtp.Sample(str(i), torch.zeros(n, dtype=torch.long), None) for i, n in enumerate(lengths)]
+    rows = mtp.pack(samples, 64)
+    assert sorted(s.name for row in rows for s in row) == sorted(str(i) for i in range(300))
+    assert max(sum(len(s.input_ids) for s in row) for row in rows) <= 64
+    assert len(rows) <= 1.1 * math.ceil(sum(lengths) / 64)
+
+
+def test_a_batch_holds_each_document_with_its_own_states(tiny):
+    target = load_target(tiny[0])
+    samples = mtp.read_samples([tiny[1]], target.tokenizer, 48, 5)[:7]
+    rows = mtp.pack(samples, 64)
+    (ids, hidden, mask, docs), bad = mtp.make_batch(rows, 70, target, torch.device("cpu"))
+    assert not bad and ids.shape == (len(rows), 70) and (docs[:, -6:] == -1).all()
+    for b, row in enumerate(rows):
+        assert torch.equal(ids[b][docs[b] >= 0], torch.cat([s.input_ids for s in row]))
+        for d, sample in enumerate(row):
+            alone = target.model.base_model(sample.input_ids[None]).last_hidden_state[0]
+            torch.testing.assert_close(hidden[b][docs[b] == d], alone, rtol=1e-5, atol=1e-5)
+
+
+# ---- Trainer: acceptance and decoding ----------------------------------------------------------------------
+
+def test_walk_counts_rounds_by_hand():
+    """One text of 10 tokens, K = 2, all unmasked. Roots 0, 1, 4, 5, 7 and hits as drawn."""
+    hits = torch.zeros(2, 1, 10, dtype=torch.int)
+    for row, accepted in {0: 0, 1: 2, 4: 0, 5: 1, 7: 2}.items():
+        hits[:accepted, 0, row] = 1
+    hits[1, 0, 4] = 1  # right only after a wrong one: not accepted
+    docs = mtp.Documents(None, 1, 10, "cpu")
+    # row 7 drafts tokens 9 and 10, of which the text has only token 9: one is counted
+    assert mtp.walk(hits, torch.ones(1, 10), docs).tolist() == [5, 3, 1]
+    mask = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1]])  # text = tokens 5..9, first root 4
+    assert mtp.walk(hits, mask, docs).tolist() == [3, 2, 0]
+
+
+@pytest.fixture(scope="session")
+def trained(tiny, tmp_path_factory):
+    """A draft for the tiny target, trained a little so that some tokens are accepted."""
+    out = tmp_path_factory.mktemp("trained")
+    results = mtp.train(options(tiny, out / "draft", steps=150, batch_size=16, save_every=999, log_every=50))
+    assert results["after"]["accept_len"] > results["before"]["accept_len"] + 0.2
+    assert results["after"]["accept_len_walk"] > 1.1
+    return out / "draft"
+
+
+@pytest.mark.parametrize("K", [1, 3, 5])
+@pytest.mark.parametrize("recycle, zero", [("post", False), ("pre", True)])
+def test_drafting_changes_no_token(tiny, trained, K, recycle, zero):
+    target, (model, _) = load_target(tiny[0]), mtp.load_draft(trained)
+    model.set_target(target.embed, target.lm_head)
+    accepted = 0
+    for prompt in ([5], [7, 9, 30, 11], list(range(4, 40))):
+        plain = mtp.decode(target, prompt, 50)
+        fast = mtp.decode(target, prompt, 50, mtp.Drafter(model, recycle, zero), K)
+        reference = target.model.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False,
+                                          eos_token_id=-1)
+        assert plain.answer == fast.answer == reference[0, len(prompt):].tolist()
+        assert len(fast.ids) == len(prompt) + 1 + sum(fast.rounds) + len(fast.rounds)
+        accepted += sum(fast.rounds)
+    assert accepted > 0
+
+
+def test_eval_on_generated_text_is_what_generate_measured(tiny, trained):
+    """The walk over the target's own greedy text: rounds and accepted tokens per position, exactly."""
+    target, (model, _), K = load_target(tiny[0]), mtp.load_draft(trained), 3
+    model.set_target(target.embed, target.lm_head)
+    generator, texts, rounds = torch.Generator().manual_seed(0), [], []
+    for n in (1, 4, 9, 16):
+        prompt = torch.randint(4, 62, (n,), generator=generator).tolist()
+        result = mtp.decode(target, prompt, 60, mtp.Drafter(model), K)
+        mask = torch.arange(len(result.ids)) >= n
+        texts.append([mtp.Sample("t", torch.tensor(result.ids), mask)])
+        rounds += result.rounds
+    run = mtp.Run(model, target, mtp.TrainConfig(ttt_length=K, micro_batch_size=3), mtp.Ranks(), "fa")
+    found = run.evaluate(texts)
+    assert found["walk"] == [sum(n > k for n in rounds) / len(rounds) for k in range(K)]
+    assert found["accept_len_walk"] == pytest.approx(1 + sum(rounds) / len(rounds), abs=1e-12)
+    assert sum(rounds) > 5
+
+
+def test_an_end_token_ends_the_answer_and_its_round_counts_whole(tiny, trained):
+    target, (model, _) = load_target(tiny[0]), mtp.load_draft(trained)
+    model.set_target(target.embed, target.lm_head)
+    free = mtp.decode(target, [7, 9], 40, mtp.Drafter(model), 3)
+    end = free.answer[12]
+    at = free.answer.index(end)
+    cut = mtp.decode(target, [7, 9], 40, mtp.Drafter(model), 3, eos=[end])
+    assert cut.answer == free.answer[:at]
+    assert cut.rounds == free.rounds[:len(cut.rounds)] and cut.ids == free.ids[:len(cut.ids)]
+
+
+def test_bf16_divergence_is_reported_only_where_rounding_explains_it(capsys):
+    a = mtp.Decoding([], [1, 2, 3], [], [(4.0, 1.0), (4.0, 0.01), (4.0, 1.0)], 1.0)
+    b = a._replace(answer=[1, 5, 3])
+    mtp.check_lossless(a, a, torch.float32)
+    mtp.check_lossless(a, b, torch.bfloat16)  # 2 ulps of 4.0 are 0.0625
+    assert "lossless" in (said := capsys.readouterr().out) and "token 1 on" in said
+    with pytest.raises(ValueError, match="report it"):
+        mtp.check_lossless(a, a._replace(answer=[5, 2, 3]), torch.bfloat16)
+    with pytest.raises(ValueError, match="report it"):
+        mtp.check_lossless(a, b, torch.float32)
+
+
+# ---- Trainer: optimizer, resume, robustness ----------------------------------------------------------------
+
+def test_bf16_drafts_learn_through_fp32_masters():
+    model = random_draft(mtp.MTPConfig(**{**vars(mtp.DEMO), "hidden_size": 32, "head_dim": 8}), 0).bfloat16()
+    optimizer, before = mtp.MasterAdamW(model, 0.0), model.eh_proj.weight.clone()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for _ in range(20):  # each step moves a weight by about 1e-5, far below a bf16 ulp of weights near 1
+        optimizer.step(1e-5, 1.0)
+    moved = optimizer.masters["enorm.weight"] - model.enorm.weight.float()
+    assert moved.abs().max() > 0 and optimizer.masters["enorm.weight"].dtype == torch.float32
+    assert torch.equal(optimizer.masters["eh_proj.weight"].bfloat16(), model.eh_proj.weight)
+    assert (optimizer.masters["eh_proj.weight"] - before.float()).abs().max() > 1.9e-4
+
+
+def test_learning_rate_warms_up_then_falls_to_its_floor():
+    cfg = mtp.TrainConfig(lr=2.0, lr_floor=0.1, warmup_steps=4, steps=104)
+    rates = [mtp.learning_rate(step, cfg) for step in range(105)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0 and rates[104] == pytest.approx(0.2)
+    assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_resuming_is_bitwise_the_uninterrupted_run(tiny, tmp_path):
+    """4 steps at once, and 2 steps + 2 more after a stop; and the same seed twice gives the same bits."""
+    whole, parts = options(tiny, tmp_path / "whole"), options(tiny, tmp_path / "parts")
+    mtp.train(whole)
+    mtp.train(parts)
+    assert_same_state(tmp_path / "whole/checkpoints/step-4", tmp_path / "parts/checkpoints/step-4")
+    shutil.rmtree(tmp_path / "parts/checkpoints/step-4")
+    with pytest.raises(ValueError, match="holds training states: add --resume auto"):
+        mtp.train(parts)
+    mtp.train(options(tiny, tmp_path / "parts", resume="auto"))
+    assert_same_state(tmp_path / "whole/checkpoints/step-4", tmp_path / "parts/checkpoints/step-4")
+    lines = [[json.loads(x) for x in (tmp_path / run / "metrics.jsonl").open()] for run in ("whole", "parts")]
+    for a, b in zip(lines[0], lines[1][:2] + lines[1][4:]):
+        assert {**a, "tokens_per_second": 0} == {**b, "tokens_per_second": 0}
+
+
+def run_cli(*arguments, ranks=0):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [sys.executable, *launcher, str(HERE / "mtp.py"), *map(str, arguments)]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def flags(tiny, out, **changes):
+    cfg = options(tiny, out, **changes)
+    found = ["--target", cfg.target, "--data", *cfg.data]
+    for name in ("out", "device", "init", "steps", "batch_size", "seq_len", "lr", "warmup_steps", "eval_rows",
+                 "save_every", "log_every", "keep", "backend", *changes):
+        if getattr(cfg, name) is not None:
+            found += ["--" + name.replace("_", "-"), str(getattr(cfg, name))]
+    return found
+
+
+@pytest.mark.parametrize("when", ["between", "in a save"])
+def test_kill_9_loses_nothing_since_the_last_state(tiny, tmp_path, when):
+    """A run is killed by SIGKILL, between steps or in the middle of writing step 4's state; the next start
+    resumes from step 2 and ends bitwise where an uninterrupted run ends."""
+    mtp.train(options(tiny, tmp_path / "whole", steps=6))
+    if when == "in a save":
+        code = ("import os, signal, mtp, sys, torch.distributed.checkpoint as dcp\nsave = dcp.save\n"
+                "def dying(state, checkpoint_id):\n"
+                "    if 'step-4' in str(checkpoint_id):\n"
+                "        checkpoint_id.mkdir()\n"
+                "        (checkpoint_id / '__0_0.distcp').write_bytes(b'half')\n"
+                "        os.kill(os.getpid(), signal.SIGKILL)\n"
+                "    save(state, checkpoint_id=checkpoint_id)\n"
+                "dcp.save = dying\nmtp.main(sys.argv[1:])")
+        run = subprocess.run([sys.executable, "-c", code, *flags(tiny, tmp_path / "killed", steps=6)],
+                             cwd=HERE, capture_output=True)
+        assert run.returncode == -signal.SIGKILL
+        assert [p.name for p in mtp.saved_states(tmp_path / "killed")] == ["step-2"]
+    else:
+        run = run_cli(*flags(tiny, tmp_path / "killed", steps=6))
+        deadline = time.time() + 60
+        while not (tmp_path / "killed/checkpoints/step-2").exists() and time.time() < deadline:
+            time.sleep(0.01)
+        run.kill()
+        run.wait()
+    mtp.train(options(tiny, tmp_path / "killed", steps=6, resume="auto"))
+    assert_same_state(tmp_path / "whole/checkpoints/step-6", tmp_path / "killed/checkpoints/step-6")
+    assert not list((tmp_path / "killed/checkpoints").glob(".*"))
+
+
+def test_sigterm_saves_and_ends_cleanly(tiny, tmp_path):
+    run = run_cli(*flags(tiny, tmp_path / "run", steps=3000, save_every=5000))
+    deadline = time.time() + 60
+    while not (tmp_path / "run/metrics.jsonl").exists() and time.time() < deadline:
+        time.sleep(0.05)
+    run.terminate()
+    said = run.communicate(timeout=60)[0]
+    assert run.returncode == 0 and "stopped by SIGTERM after step" in said, said
+    assert len(mtp.saved_states(tmp_path / "run")) == 1 and (tmp_path / "run/model.safetensors").exists()
+
+
+def test_a_sample_that_is_not_finite_is_skipped_counted_and_named(tiny, tmp_path, monkeypatch, capsys):
+    poisoned, real = f"{tiny[1]}:6", mtp.Target.states
+
+    def states(self, samples, **more):
+        found = real(self, samples, **more)
+        return [h * math.nan if s.name == poisoned else h for s, h in zip(samples, found)]
+
+    monkeypatch.setattr(mtp.Target, "states", states)
+    mtp.train(options(tiny, tmp_path / "run", steps=12))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    named = [line["skipped_samples"] for line in lines if "skipped_samples" in line]
+    assert named and all(names == [poisoned] for names in named) and lines[-1]["skipped"] == len(named) < 12
+    assert "not finite: " + poisoned in capsys.readouterr().out
+    model = mtp.load_draft(tmp_path / "run")[0]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_ten_bad_steps_in_a_row_are_an_error(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(mtp.Target, "states", lambda self, samples: [
+        torch.full((len(s.input_ids), 32), math.nan) for s in samples])
+    with pytest.raises(ValueError, match="ten steps in a row"):
+        mtp.train(options(tiny, tmp_path / "run", steps=30))
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert sum("skipped_samples" in line for line in lines) == 10
+
+
+def test_old_states_rotate_and_best_is_kept(tiny, tmp_path):
+    mtp.train(options(tiny, tmp_path / "run", steps=8, keep=2, eval_every=2))
+    assert [p.name for p in mtp.saved_states(tmp_path / "run")] == ["step-6", "step-8"]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    best = max(line["eval"]["accept_len"] for line in lines if "eval" in line)
+    target = load_target(tiny[0])
+    cfg = options(tiny, "unused")
+    model, _ = mtp.load_draft(tmp_path / "run/best")
+    model.set_target(target.embed, target.lm_head)
+    held = mtp.read_rows(cfg, target)[1]
+    assert mtp.Run(model, target, cfg, mtp.Ranks(), "sdpa").evaluate(held)["accept_len"] == best
+
+
+def test_accumulation_changes_rounding_only(tiny, tmp_path):
+    """Gradients of one step in micro-batches of 1, 3 and 6 rows, ragged and masked, are the same."""
+    target, found = load_target(tiny[0]), []
+    target.lm_head, target.embed, real = target.lm_head.double(), target.embed.double(), target.states
+    target.states = lambda samples: [real([sample])[0] for sample in samples]  # the same bits in any batch
+    for size in (1, 3, 6):
+        cfg = options(tiny, "unused", micro_batch_size=size)
+        rows = mtp.read_rows(cfg, target)[0][:6]
+        model, _ = mtp.make_draft(cfg, target, mtp.Ranks())
+        run = mtp.Run(model, target, cfg, mtp.Ranks(), "sdpa")
+        tally, load, _ = run.gradients(rows)
+        found.append((tally, load, [p.grad for p in model.parameters()]))
+    for tally, load, grads in found[1:]:
+        assert torch.equal(load, found[0][1])
+        torch.testing.assert_close(tally, found[0][0], rtol=1e-10, atol=1e-10)
+        for a, b in zip(grads, found[0][2]):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks, backend", [(2, "usp"), (2, "fa"), (1, "usp")])
+def test_torchrun_trains_what_one_process_trains(tiny, tmp_path, ranks, backend):
+    one = mtp.train(options(tiny, tmp_path / "one", backend="sdpa"))
+    said = run_cli(*flags(tiny, tmp_path / "many", backend=backend), ranks=ranks).communicate(timeout=200)[0]
+    assert f"{'1 x ' + str(ranks) if backend == 'usp' else str(ranks) + ' x 1'} cpu ranks" in said, said
+    a, b = (mtp.load_draft(tmp_path / run)[0].state_dict() for run in ("one", "many"))
+    for name in a:  # fp32, 4 AdamW steps: what rounding in the order of sums leaves
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-4, msg=lambda m: f"{name}: {m}")
+    last = [json.loads((tmp_path / run / "metrics.jsonl").open().readline()) for run in ("one", "many")]
+    assert last[0]["loss"] == pytest.approx(last[1]["loss"], rel=1e-5)
+    assert last[0]["grad_norm"] == pytest.approx(last[1]["grad_norm"], rel=1e-4) and one
+
+
+def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path):
+    mtp.train(options(tiny, tmp_path / "scratch", steps=3))
+    mtp.train(options(tiny, tmp_path / "warm", steps=3, init="warm"))
+    bias = {run: mtp.load_draft(tmp_path / run)[0].mlp.gate.e_score_correction_bias
+            for run in ("scratch", "warm")}
+    assert bias["scratch"].abs().max() > 0.005 and bias["scratch"].mean().abs() < 1e-7
+    target = load_target(tiny[0])
+    assert torch.equal(bias["warm"], mtp.make_draft(mtp.TrainConfig(init="warm"), target, mtp.Ranks())[0]
+                       .mlp.gate.e_score_correction_bias)
+
+
+# ---- Trainer: command line ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--seq-len", "4"], "--seq-len 4 has no row that counts"),
+    (["--steps", "0"], "--steps 0 must be at least 1"),
+    (["--data", "x.txt"], "give --target DIR"),
+    (["--target", "somewhere"], "give --data FILE"),
+    (["--sp", "2"], "add --backend usp"),
+    (["--ce-weight", "0", "--kl-weight", "0"], "one must be positive"),
+    (["--resume", "nowhere"], "--resume nowhere is no complete training state"),
+    (["--target", "/nowhere", "--data", "x.txt", "--out", "o"], "is no directory and no hub id"),
+    (["generate", "--draft", "/nowhere", "--prompt", "x"], "has no config.json"),
+    (["generate", "--prompt", "x"], "--draft DIR is missing"),
+    (["eval", "--draft", "/nowhere"], "has no config.json"),
+])
+def test_impossible_commands_name_the_remedy(arguments, says, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert mtp.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("mtp.py: error: ") and says in said and "Traceback" not in said
+
+
+def test_unknown_flags_and_values_are_refused(capsys):
+    for arguments in (["--stepz", "3"], ["--backend", "flash"], ["--step", "3"], ["eval", "--lr", "1"]):
+        with pytest.raises(SystemExit) as stop:
+            mtp.main(arguments)
+        assert stop.value.code == 2
+    assert "unrecognized arguments: --stepz" in capsys.readouterr().err
+
+
+def test_every_option_is_documented_in_help(capsys):
+    for command, (kind, _) in mtp.COMMANDS.items():
+        with pytest.raises(SystemExit):
+            mtp.main([command, "--help"])
+        said = capsys.readouterr().out
+        for f in mtp.fields(kind):
+            assert "--" + f.name.replace("_", "-") in said and f.metadata["help"].split()[0] in said
+
+
+def test_a_row_longer_than_the_target_knows_is_refused(tiny, tmp_path, capsys):
+    assert mtp.main(flags(tiny, tmp_path / "run", seq_len=512)) == 2
+    assert "exceeds the target's max_position_embeddings 256" in capsys.readouterr().err
+
+
+def test_another_target_than_the_drafts_own_is_refused(tiny, trained, tmp_path, capsys):
+    make_target(tmp_path / "other", mtp_layer=False)
+    config = json.loads((tmp_path / "other/config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps({**config, "rope_theta": 5e5}))
+    assert mtp.main(["eval", "--draft", str(trained), "--target", str(tmp_path / "other")]) == 2
+    assert "was trained for another target" in capsys.readouterr().err
+
+
+def test_eval_and_generate_commands(tiny, trained, capsys):
+    assert mtp.main(["eval", "--draft", str(trained), "--data", tiny[1], "--seq-len", "48"]) == 0
+    said = capsys.readouterr().out
+    assert "accept_len_walk" in said and "accepted per position" in said
+    generate = ["generate", "--draft", str(trained), "--max-new-tokens", "20", "--prompt"]
+    assert mtp.main([*generate, "w3 w4 w5"]) == 0
+    said = capsys.readouterr().out
+    assert "lossless: token for token" in said and "tokens/s: " in said
+    assert mtp.main([*generate, "w3", "--chat"]) == 0
+    assert "lossless" in capsys.readouterr().out
