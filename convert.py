@@ -18,7 +18,6 @@ its setting is kept in its shard (safetensors metadata), and --check says which 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -31,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from mtp import (DENSE, MTP, SCALES, Checkpoint, atomic, find_target, load_draft, mtp_prefix, native_views,
-                 read_target_config)
+                 read_target_config, sha256)
 
 SHARD, INDEX = "model-mtp.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -137,8 +136,7 @@ class Source:
 
     def __init__(self, path):
         self.path, self.checkpoint, self.entries = Path(path), Checkpoint(path), {}
-        raw = (self.path / "config.json").read_bytes()
-        self.text, self.sha256, self.config = raw.decode(), hashlib.sha256(raw).hexdigest(), json.loads(raw)
+        self.text, self.config = (self.path / "config.json").read_text(), self.checkpoint.config
         self.family, self.N = self.config["model_type"], self.config["num_hidden_layers"]
         self.prefix, files = f"model.layers.{self.N}.", self.checkpoint.files
         for file in sorted(set(files.values())):
@@ -433,9 +431,10 @@ def open_source(args, meta):
     if not args.target and not os.path.isdir(meta["target"]):
         raise FileNotFoundError(f"the draft's target {meta['target']} is not there; give --target DIR")
     source = Source(find_target(args.target or meta["target"]))
-    if source.sha256 != meta["target_config_sha256"]:
+    found, expected = sha256(source.path / "config.json"), meta["target_config_sha256"]
+    if found != expected:
         raise ValueError(f"the draft was trained for another target: config.json of {source.path} has sha256 "
-                         f"{source.sha256[:12]}.., the draft expects {meta['target_config_sha256'][:12]}..")
+                         f"{found[:12]}.., the draft expects {expected[:12]}..; give --target DIR")
     return source
 
 

@@ -842,59 +842,6 @@ def mtp_prefix(config, names):
         warnings.warn(f"the checkpoint has more than one MTP layer; the first, {here[:-1]}, is used")
     return here if any(name.startswith(here) for name in names) else None
 
-SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without MTP; convert.py writes them as MoE models
-
-
-def read_target_config(config, names, **sizes):
-    """MTPConfig of a target (config dict, tensor names). `sizes`: SIZES of a dense target's draft."""
-    family = config.get("model_type")
-    if family == "bailing_moe_v2":
-        config = _from_bailing(config)
-    elif family in DENSE:
-        config = _from_dense(config, names, **sizes)
-    elif any(sizes.values()):
-        flags = ", ".join("--" + name.replace("_", "-") for name in sizes)
-        raise ValueError(f"{flags} are for dense targets ({', '.join(DENSE)}); a {family} target's draft "
-                         "has the sizes of the target")
-    return replace(MTPConfig.from_hf(config, names), model_type=family)
-
-
-def _from_bailing(config):
-    usual = {"use_bias": False, "score_function": "sigmoid",
-             "moe_shared_expert_intermediate_size": config["moe_intermediate_size"]}
-    odd = {key: config[key] for key, value in usual.items() if config.get(key) not in (None, value)}
-    if odd:
-        raise ValueError(f"the bailing_moe_v2 target has {odd}, which the draft layer cannot express")
-    rotary = read_rope(config)[1]
-    return {**config, "model_type": "glm4_moe", "n_routed_experts": config["num_experts"],
-            "n_shared_experts": config.get("num_shared_experts") or 0, "n_group": config.get("n_group") or 1,
-            "topk_group": config.get("topk_group") or 1, "attention_bias": bool(config.get("use_qkv_bias")),
-            "partial_rotary_factor": 1.0 if rotary is None else rotary}
-
-
-def _from_dense(config, names, n_routed_experts=None, num_experts_per_tok=None, moe_intermediate_size=None,
-                n_shared_experts=None):
-    """A dense config as glm4_moe's; the shared expert as wide as the MLP, which convert.py turns into one."""
-    family, width, F = config["model_type"], config["intermediate_size"], moe_intermediate_size
-    window = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
-    if window or "sliding_attention" in (config.get("layer_types") or []):
-        raise ValueError(f"the {family} target has sliding-window attention ({config.get('sliding_window')} "
-                         "tokens), which neither the draft nor its serving layouts have")
-    if any(name.endswith("o_proj.bias") for name in names):
-        raise ValueError(f"the {family} target has o_proj biases, which no serving layout of a draft has")
-    shared = n_shared_experts or (max(1, width // F) if F else 4 if width % 128 == 0 else 1)
-    F = F or width // shared
-    if shared * F != width:
-        raise ValueError(f"--n-shared-experts {shared} times --moe-intermediate-size {F} must be the dense "
-                         f"target's intermediate_size {width}")
-    return {"num_key_value_heads": config["num_attention_heads"], **config, "model_type": "glm4_moe",
-            "n_shared_experts": shared, "moe_intermediate_size": F, "n_routed_experts": n_routed_experts or 8,
-            "num_experts_per_tok": num_experts_per_tok or 2, "partial_rotary_factor": 1.0,
-            "use_qk_norm": any(name.endswith("q_norm.weight") for name in names),
-            "attention_bias": any(name.endswith("q_proj.bias") for name in names)}
-
-
 @torch.no_grad()
 def warm_start(model, checkpoint, prefix):
     """Copy the target's own MTP layer into `model`; a ValueError lists all that is missing or misshapen."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -92,13 +93,17 @@ def write_checkpoint(path, state, config, shards=1):
     (path / "generation_config.json").write_text('{"eos_token_id": 1}')
 
 
+def draft_config(config, names, **sizes):
+    return mtp.read_target_config(config, names, **{name: sizes.get(name) for name in mtp.SIZES})
+
+
 def draft_of(target, path, recycle="post", zero=False, K=3, seed=7, model=None):
     """A draft directory for a target: random, or the given model."""
     config, names = json.loads((target / "config.json").read_text()), mtp.Checkpoint(target).files
     if model is None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = mtp.MTP(mtp.read_target_config(config, names))
+            model = mtp.MTP(draft_config(config, names))
         randomise(model, seed)
     sha = hashlib.sha256((target / "config.json").read_bytes()).hexdigest()
     mtp.save_draft(path, model,
@@ -124,8 +129,8 @@ def same_tensors(a, b):
 def warm(target, dtype):
     """The draft that a warm start from a target gives."""
     config, checkpoint = json.loads((target / "config.json").read_text()), mtp.Checkpoint(target)
-    model = mtp.MTP(mtp.read_target_config(config, checkpoint.files)).to(dtype)
-    mtp.warm_start(model, checkpoint, config["model_type"], mtp.mtp_prefix(config, checkpoint.files))
+    model = mtp.MTP(draft_config(config, checkpoint.files)).to(dtype)
+    mtp.warm_start(model, checkpoint, mtp.mtp_prefix(config, checkpoint.files))
     return model
 
 
@@ -437,7 +442,7 @@ def test_dense_refusals(tmp_path, capsys):
                                   ("llama", dict(hidden_act="gelu"), "silu")):
         source = dense_target(tmp_path / f"t{len(list(tmp_path.iterdir()))}", family, **more)
         with pytest.raises(ValueError, match=message):
-            mtp.read_target_config(json.loads((source / "config.json").read_text()),
+            draft_config(json.loads((source / "config.json").read_text()),
                                    mtp.Checkpoint(source).files)
     source = dense_target(tmp_path / "biased", "qwen2")
     draft_of(source, tmp_path / "draft")
@@ -446,10 +451,10 @@ def test_dense_refusals(tmp_path, capsys):
     config = json.loads((source / "config.json").read_text())
     names = mtp.Checkpoint(source).files
     with pytest.raises(ValueError, match="intermediate_size 128"):
-        mtp.read_target_config(config, names, n_shared_experts=3, moe_intermediate_size=32)
+        draft_config(config, names, n_shared_experts=3, moe_intermediate_size=32)
     with pytest.raises(ValueError, match="for dense targets"):
-        mtp.read_target_config(tiny_config("glm4_moe"), {}, n_shared_experts=3)
-    shape = mtp.read_target_config(config, names, n_routed_experts=6, moe_intermediate_size=64)
+        draft_config(tiny_config("glm4_moe"), {}, n_shared_experts=3)
+    shape = draft_config(config, names, n_routed_experts=6, moe_intermediate_size=64)
     assert (shape.n_routed_experts, shape.n_shared_experts, shape.moe_intermediate_size) == (6, 2, 64)
 
 
@@ -617,7 +622,7 @@ def test_bailing_round_trip(tmp_path):
     same_tensors(tensors(tmp_path / "out"), state)
     config["use_bias"] = True
     with pytest.raises(ValueError, match="use_bias"):
-        mtp.read_target_config(config, {})
+        draft_config(config, {})
 
 
 # ---- On-policy data ----------------------------------------------------------------------------------------
@@ -625,7 +630,7 @@ def test_bailing_round_trip(tmp_path):
 def test_generate_data_resumes_where_it_stopped(tmp_path):
     """The lines are the target's own greedy continuations; an interrupted file is continued, not repeated."""
     out, prompts = tmp_path / "data/answers.jsonl", tmp_path / "prompts.txt"
-    target = mtp.Target(mtp.open_demo(mtp.Ranks()))
+    target = mtp.open_target(mtp.ModelOptions(), mtp.Ranks())
     texts = ["import sys", "def main(self):", "class A:", "return x", "for i in range("]
     prompts.write_text("\n".join(texts) + "\n\n")
     arguments = ["generate-data", "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "8",
@@ -636,8 +641,7 @@ def test_generate_data_resumes_where_it_stopped(tmp_path):
     for row, text in zip(rows, texts, strict=True):
         ids = target.tokenizer(text)["input_ids"]
         plain = mtp.decode(target, ids, 8, eos=[target.tokenizer.eos_token_id])
-        answer = mtp.trimmed(plain, 8, [target.tokenizer.eos_token_id])
-        assert row == {"text": text + target.tokenizer.decode(answer)}
+        assert row == {"text": text + target.tokenizer.decode(plain.answer)}
     out.write_bytes(whole[:whole.rfind(b"\n", 0, -1) - 3])  # killed within the fourth line
     assert mtp.main(arguments) == 0
     assert out.read_bytes() == whole
@@ -713,9 +717,16 @@ def vllm(jobs, folder):
     return json.loads((folder / "results.json").read_text())
 
 
+def load_target(path):
+    """A target without a tokenizer, fp32."""
+    with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=None):
+        return mtp.Target(mtp.ModelOptions(target=str(path), dtype="float32"), path, torch.device("cpu"))
+
+
 def rollout(drafter, target, tokens, K):
     """K drafts after the verified `tokens`, from scratch: target states of all but the last, then a chain."""
-    hidden = target.states([torch.tensor(tokens[:-1])])[0][None]
+    ids = torch.tensor(tokens[:-1])
+    hidden = target.states([mtp.Sample("", ids, torch.ones_like(ids, dtype=torch.bool))])[0][None]
     drafter.past_k, drafter.past_v = [], []
     with torch.no_grad():
         return drafter.draft(tokens[1:], hidden, 0, K)
@@ -732,7 +743,7 @@ def test_vllm_drafts_our_chains(tmp_path, family, recycle, other):
     run(tmp_path / "draft", "--out", tmp_path / "out")
     results = vllm([dict(model=tmp_path / "out", K=K, prompts=PROMPTS, max_tokens=16, max_model_len=128)
                     for K in (1, 3, 5)], tmp_path)
-    target = PlainTarget(source)
+    target = load_target(source)
     model, _ = mtp.load_draft(tmp_path / "draft")
     model.set_target(target.embed, target.lm_head)
     for K, result in zip((1, 3, 5), results):
@@ -767,7 +778,7 @@ def test_vllm_serves_dense_targets(tmp_path):
         jobs.append(dict(model=tmp_path / f"{family}-out", K=3, prompts=PROMPTS, max_tokens=12,
                          max_model_len=128))
     for (family, _, recycle, _), result in zip(cases, vllm(jobs, tmp_path)):
-        target = PlainTarget(tmp_path / family)
+        target = load_target(tmp_path / family)
         model, _ = mtp.load_draft(tmp_path / f"{family}-draft")
         model.set_target(target.embed, target.lm_head)
         for prompt, answer, chains in zip(PROMPTS, result["answers"], result["chains"]):
@@ -804,7 +815,7 @@ def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
     results = vllm([dict(model=tmp_path / out, K=3, prompts=PROMPTS, max_tokens=16, max_model_len=128,
                          dtype="bfloat16")
                     for out in ("plain", "int8")], tmp_path)
-    target = PlainTarget(tmp_path / "target-plain")
+    target = load_target(tmp_path / "target-plain")
     model, _ = mtp.load_draft(tmp_path / "draft")
     model.set_target(target.embed, target.lm_head)
     for result in results:
@@ -836,7 +847,7 @@ def test_vllm_counts_what_generate_counts(tmp_path):
     short = "--steps 60 --batch-size 4 --seq-len 128 --eval-rows 2 --recycle pre --zero-first-embedding"
     assert mtp.main([*short.split(), "--out", str(draft)]) == 0
     run(draft, "--out", tmp_path / "out")
-    target = mtp.Target(mtp.demo_folder())
+    target = mtp.open_target(mtp.ModelOptions(), mtp.Ranks())
     model, meta = mtp.load_draft(draft)
     model.set_target(target.embed, target.lm_head)
     texts = ["def main():\n    parser = argparse.", "import os\nimport sys\n\nclass ",
@@ -862,7 +873,7 @@ def test_transformers_drafts_our_tokens(tmp_path, shards):
     source = tiny_target(tmp_path / "target", "glm4_moe", native=0, N=46, shards=shards, embed_std=0.5)
     draft_of(source, tmp_path / "draft")
     run(tmp_path / "draft", "--out", tmp_path / "out")
-    target = PlainTarget(tmp_path / "out")
+    target = load_target(tmp_path / "out")
     model, _ = mtp.load_draft(tmp_path / "draft")
     model.set_target(target.embed, target.lm_head)
     from transformers.generation.candidate_generator import MTPCandidateGenerator
@@ -880,12 +891,3 @@ def test_transformers_drafts_our_tokens(tmp_path, shards):
     assert len(drafted) >= 6
     for tokens, candidates in drafted:
         assert candidates == rollout(mtp.Drafter(model, "post", False), target, tokens, 1)
-
-
-class PlainTarget(mtp.Target):
-    """A target without a tokenizer, fp32."""
-
-    def __init__(self, path):
-        from unittest import mock
-        with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=None):
-            super().__init__(path, dtype=torch.float32)
