@@ -6,11 +6,12 @@
 //
 // Their PyTorch references, with the formulas, are merge_ref, merge_backward_ref, experts_ref and loss_rows_ref.
 // merge and experts_forward are differentiable here; the backward ops are plain, for use in an autograd.Function.
+#include <Python.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #ifdef MTP_CUDA
 #include <ATen/ops/_grouped_mm.h>
@@ -49,7 +50,7 @@ MTP_LAUNCHERS(cuda)
 int mtp_cuda_sort(const int64_t* index, int64_t pairs, int64_t E, int* order, int* offsets, int* scratch, void* stream);
 int mtp_cuda_gather(int dtype, const void* x, const int* order, int64_t pairs, int64_t A, int64_t C, void* rows,
                     void* stream);
-int mtp_cuda_act(int dtype, const void* h, const int* ends, int64_t pairs, int64_t F, void* a, void* stream);
+int mtp_cuda_act(int dtype, const void* h, int64_t pairs, int64_t F, void* a, void* stream);
 int mtp_cuda_act_backward(int dtype, const void* h, void* g, const int* order, const float* weights, int64_t pairs,
                           int64_t F, void* dh, float* dweights, void* stream);
 int mtp_cuda_combine(int dtype, const void* rows, const int* places, const float* weights, int64_t N, int64_t A,
@@ -99,13 +100,19 @@ void check_launch(int error, const char* op) { TORCH_CHECK(error == 0, op, ": CU
 #define GUARD(x)
 #endif
 
+// Contiguous and 16-byte aligned: what the kernels' wide loads need
+Tensor ready(const Tensor& x) {
+  Tensor c = x.contiguous();
+  return reinterpret_cast<uintptr_t>(c.const_data_ptr()) % 16 ? c.clone() : c;
+}
+
 // ---- merge -----------------------------------------------------------------------------------------------------
 struct Cache {  // k contiguous [B, T, G, D] tensors and their addresses
   std::vector<Tensor> tensors;
   std::vector<const void*> data;
   explicit Cache(TensorList list) {
     for (const Tensor& x : list) {
-      tensors.push_back(x.contiguous());
+      tensors.push_back(ready(x));
       data.push_back(tensors.back().const_data_ptr());
     }
   }
@@ -130,11 +137,11 @@ void check_merge(const Tensor& q, TensorList ks, TensorList vs, const Tensor& o,
 Pair merge(const Tensor& o_0, const Tensor& lse_0, const Tensor& q, TensorList ks, TensorList vs, double scale) {
   check_merge(q, ks, vs, o_0, lse_0, "merge");
   GUARD(q);
-  Tensor o = o_0.contiguous(), l = lse_0.contiguous(), x = q.contiguous();
+  Tensor o = ready(o_0), l = ready(lse_0), x = ready(q);
   Cache key(ks), value(vs);
   Tensor out = at::empty(q.sizes(), q.options()), lse = at::empty(l.sizes(), l.options());
   const int64_t D = q.size(3), H = q.size(2), rows = q.size(0) * q.size(1);
-  if (rows)
+  if (rows > 0)
     check_launch(ON_DEVICE(q, merge_forward, dtype_code(q, "merge"), rows, H, ks[0].size(2), D, ks.size(), scale,
                            o.const_data_ptr(), l.const_data_ptr(), x.const_data_ptr(), key.data.data(),
                            value.data.data(), out.mutable_data_ptr(), lse.mutable_data_ptr()), "merge");
@@ -150,7 +157,7 @@ MergeGradients merge_backward(const Tensor& dout, const Tensor& q, TensorList ks
   if (o_0) check_merge(q, ks, vs, *o_0, *lse_0, "merge_backward");
   GUARD(q);
   const int64_t B = q.size(0), T = q.size(1), H = q.size(2), D = q.size(3), G = ks[0].size(2), k = ks.size();
-  Tensor d = dout.contiguous(), x = q.contiguous(), o = out.contiguous(), l = lse.contiguous(), o_first, l_first;
+  Tensor d = ready(dout), x = ready(q), o = ready(out), l = ready(lse), o_first, l_first;
   Cache key(ks), value(vs);
   Tensor dq = at::empty(q.sizes(), q.options()), scratch;
   std::vector<Tensor> dks, dvs, first;
@@ -162,11 +169,11 @@ MergeGradients merge_backward(const Tensor& dout, const Tensor& q, TensorList ks
     dv_data.push_back(dvs[j].mutable_data_ptr());
   }
   if (o_0) {
-    o_first = o_0->contiguous(), l_first = lse_0->contiguous();
+    o_first = ready(*o_0), l_first = ready(*lse_0);
     first = {at::empty(q.sizes(), q.options()), at::empty(l.sizes(), l.options())};
   }
   if (q.is_cuda() && k > 4) scratch = at::empty(q.sizes(), l.options());  // dq between launches of 4 steps each
-  if (B * T)
+  if (B * T > 0)
     check_launch(ON_DEVICE(q, merge_backward, dtype_code(q, "merge_backward"), B * T, H, G, D, k, scale,
                            d.const_data_ptr(), x.const_data_ptr(), key.data.data(), value.data.data(),
                            o.const_data_ptr(), l.const_data_ptr(), o_0 ? o_first.const_data_ptr() : nullptr,
@@ -243,8 +250,8 @@ void experts_forward_cuda(const Tensor& x, const Tensor& index, const Tensor& w,
                              offsets.mutable_data_ptr<int>(), scratch.mutable_data_ptr<int>(), m.stream), "sort");
   pre = at::_grouped_mm(m.gather(x), gate_up.transpose(1, 2), offsets);
   Tensor a = at::empty({m.pairs, m.F}, x.options());
-  check_launch(mtp_cuda_act(m.dtype, pre.const_data_ptr(), offsets.const_data_ptr<int>() + m.E - 1, m.pairs, m.F,
-                            a.mutable_data_ptr(), m.stream), "experts act");
+  check_launch(mtp_cuda_act(m.dtype, pre.const_data_ptr(), m.pairs, m.F, a.mutable_data_ptr(), m.stream),
+               "experts act");
   y = m.combine(at::_grouped_mm(a, down.transpose(1, 2), offsets), w.const_data_ptr<float>());
 }
 void experts_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& w, const Tensor& gate_up,
@@ -269,8 +276,8 @@ Four experts_forward(const Tensor& x, const Tensor& topk_indices, const Tensor& 
   check(topk_indices, op, "topk_indices", topk_weights.sizes(), at::kLong, x);
   GUARD(x);
   const int64_t pairs = topk_weights.numel(), E = down_proj.size(0), F = down_proj.size(2);
-  Tensor input = x.contiguous(), index = topk_indices.contiguous(), w = topk_weights.contiguous();
-  Tensor gate_up = gate_up_proj.contiguous(), down = down_proj.contiguous();
+  Tensor input = ready(x), index = ready(topk_indices), w = ready(topk_weights);
+  Tensor gate_up = ready(gate_up_proj), down = ready(down_proj);
   Tensor order = at::empty({2, pairs}, index.options().dtype(at::kInt)), offsets = at::empty({E}, order.options());
   Tensor y, pre;
   if (x.is_cpu() || !pairs) {
@@ -296,8 +303,8 @@ Four experts_backward(const Tensor& dy, const Tensor& x, const Tensor& topk_weig
   check(order, op, "order", {2, pairs}, at::kInt, x);
   check(offsets, op, "offsets", {E}, at::kInt, x);
   GUARD(x);
-  Tensor d = dy.contiguous(), input = x.contiguous(), w = topk_weights.contiguous(), h = pre.contiguous();
-  Tensor gate_up = gate_up_proj.contiguous(), down = down_proj.contiguous();
+  Tensor d = ready(dy), input = ready(x), w = ready(topk_weights), h = ready(pre);
+  Tensor gate_up = ready(gate_up_proj), down = ready(down_proj);
   Tensor dx, dw = at::empty(w.sizes(), w.options()), dgate_up, ddown;
   if (x.is_cpu() || !pairs) {
     dgate_up = at::empty(gate_up.sizes(), gate_up.options());
@@ -331,7 +338,7 @@ Four loss_rows(const Tensor& teacher, const Tensor& draft, const Tensor& coeff, 
   check(teacher, op, "teacher", draft.sizes(), draft.scalar_type(), draft);
   check(coeff, op, "coeff", {draft.size(0)}, accumulator(draft), draft);
   GUARD(draft);
-  Tensor t = teacher.contiguous(), c = coeff.contiguous();
+  Tensor t = ready(teacher), c = ready(coeff);
   Tensor ce = at::empty(c.sizes(), c.options()), kl = at::empty(c.sizes(), c.options());
   Tensor teacher_index = at::empty(c.sizes(), c.options().dtype(at::kLong));
   Tensor draft_index = at::empty(c.sizes(), teacher_index.options());
@@ -441,11 +448,15 @@ TORCH_LIBRARY_IMPL(mtp_kernels, Autograd, m) {
   m.impl("experts_forward", experts_autograd);
 }
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.doc() = "Compiled kernels of mtp.py; importing this registers torch.ops.mtp_kernels.";
 #ifdef MTP_CUDA
-  m.attr("cuda") = true;
+constexpr long HAS_CUDA = 1;
 #else
-  m.attr("cuda") = false;
+constexpr long HAS_CUDA = 0;
 #endif
+// `import mtp_kernels` loads this file, which registers the ops; mtp_kernels.cuda says whether they have CUDA code
+PyMODINIT_FUNC PyInit_mtp_kernels() {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "mtp_kernels", "Compiled kernels of mtp.py", -1, nullptr};
+  PyObject* module = PyModule_Create(&definition);
+  if (module) PyModule_AddObject(module, "cuda", PyBool_FromLong(HAS_CUDA));
+  return module;
 }
