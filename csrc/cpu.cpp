@@ -334,7 +334,9 @@ template <class S> INLINE Stats<acc_t<S>> row_stats(const S* x, int64_t V) {
       r.top = best;
     }
     if (r.top == low) continue;  // nothing but -inf so far
-    for (int64_t i = begin; i < end; i += 8) total += vexp(load_n(x + i, end - i, low) - r.top);
+    W part{};  // summed per block, then over blocks: the rounding of 150,000 terms must not pile up
+    for (int64_t i = begin; i < end; i += 8) part += vexp(load_n(x + i, end - i, low) - r.top);
+    total += part;
   }
   r.sum = hsum(total);
   return r;
@@ -355,14 +357,15 @@ template <class S> CLONES void loss_rows_range(const Loss& m, int64_t begin, int
     const S* t = (const S*)m.teacher + row * m.V;
     S* d = (S*)m.draft + row * m.V;
     Stats<A> a = row_stats(t, m.V), b = row_stats(d, m.V);
-    const A lse_t = a.top + std::log(a.sum), lse_d = b.top + std::log(b.sum);
+    const A log_t = std::log(a.sum), log_d = std::log(b.sum);  // lse = top + log; x - top first: exact near the top
     const A c = ((const A*)m.coeff)[row], cq = c * (A)(m.ce_weight + m.kl_weight), cp = c * (A)m.kl_weight;
-    const A ce = lse_d - (A)d[a.index], gold = std::exp(-ce) * cq - std::exp(a.top - lse_t) * cp;
-    W kl{};
+    const A ce = log_d - ((A)d[a.index] - b.top), gold = std::exp(-ce) * cq - std::exp(-log_t) * cp;
+    W kl{}, part{};
     for (int64_t i = 0; i < m.V; i += 8) {
-      W log_p = load_n(t + i, m.V - i, low) - lse_t, log_q = load_n(d + i, m.V - i, low) - lse_d;
+      W log_p = load_n(t + i, m.V - i, low) - a.top - log_t, log_q = load_n(d + i, m.V - i, low) - b.top - log_d;
       W p = vexp(log_p);
-      kl += p == 0 ? p : p * (log_p - log_q);
+      part += p == 0 ? p : p * (log_p - log_q);
+      if (i % 512 == 504) kl += part, part = W{};
       W g = vexp(log_q) * cq - p * cp;
       if (m.V - i >= 8) {
         store(d + i, g);
@@ -372,7 +375,7 @@ template <class S> CLONES void loss_rows_range(const Loss& m, int64_t begin, int
     }
     d[a.index] = (S)(gold - c * (A)m.ce_weight);
     ((A*)m.ce)[row] = ce;
-    ((A*)m.kl)[row] = hsum(kl);
+    ((A*)m.kl)[row] = hsum(kl + part);
     m.teacher_index[row] = a.index;
     m.draft_index[row] = b.index;
   }

@@ -423,7 +423,8 @@ loss_rows(int64_t V, const S* teacher, S* draft, const float* coeff, float ce_we
   const S* t = teacher + row * V;
   S* d = draft + row * V;
   const Stats a = row_stats(t, V, aligned), b = row_stats(d, V, aligned);
-  const float lse_t = a.top + logf(a.sum), lse_d = b.top + logf(b.sum), c = coeff[row];
+  // lse = top + log; x - top comes first, which is exact near the top
+  const float log_t = logf(a.sum), log_d = logf(b.sum), c = coeff[row];
   if (threadIdx.x == 0) {
     float x[8];
     load_row(d, a.index, a.index + 1, false, x);  // before anyone overwrites it
@@ -437,7 +438,7 @@ loss_rows(int64_t V, const S* teacher, S* draft, const float* coeff, float ce_we
     load_row(d, i, V, aligned, g);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      const float log_p = x[j] - lse_t, log_q = g[j] - lse_d, p = expf(log_p);
+      const float log_p = x[j] - a.top - log_t, log_q = g[j] - b.top - log_d, p = expf(log_p);
       kl += p == 0 ? 0 : p * (log_p - log_q);
       g[j] = c * ((ce_weight + kl_weight) * expf(log_q) - kl_weight * p - (i + j == a.index ? ce_weight : 0));
     }
@@ -449,7 +450,7 @@ loss_rows(int64_t V, const S* teacher, S* draft, const float* coeff, float ce_we
   __syncthreads();
   if (threadIdx.x) return;
   for (int i = 1; i < LOSS_THREADS / 32; i++) kl += warps[i];
-  ce_out[row] = lse_d - gold[0];
+  ce_out[row] = log_d - (gold[0] - b.top);
   kl_out[row] = kl;
   teacher_index[row] = a.index;
   draft_index[row] = b.index;

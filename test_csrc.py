@@ -1,0 +1,534 @@
+"""The compiled kernels against PyTorch: on the CPU, as emulated CUDA source, and on a GPU where there is one.
+
+    pytest test_csrc.py                        quick: CPU kernels, emulated CUDA kernels in 4 thread orders
+    pytest test_csrc.py -m slow_kernels        sanitizer builds, planted faults, nvcc for three architectures
+    python test_csrc.py --bench [moe merge loss]     tables: ours, peers, floors, both malloc settings
+    python test_csrc.py --gpu [out.json]       on a GPU: checks, compute-sanitizer, timings against floors
+
+The rule for every kernel and dtype: its error against float64 is at most twice PyTorch's own in the same dtype.
+"""
+
+import ctypes
+import functools
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+try:
+    import mtp_kernels
+except ImportError as error:
+    mtp_kernels, missing = None, error
+
+HERE = pathlib.Path(__file__).resolve().parent
+CUDA = mtp_kernels is not None and mtp_kernels.cuda and torch.cuda.is_available()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_kernels = pytest.mark.skipif(mtp_kernels is None, reason="build them: python setup.py build_ext --inplace")
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a GPU and kernels built for it")]
+
+
+def wide(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---- references --------------------------------------------------------------------------------------------------
+def merge_ref(o_0, lse_0, q, ks, vs, scale):
+    """Attention over the k cached keys of the own row, merged into (o_0, lse_0). (B, T, H, D), kv (B, T, G, D)."""
+    group = q.shape[2] // ks[0].shape[2]
+    k, v = (torch.stack([x.repeat_interleave(group, 2) for x in xs]) for xs in (ks, vs))
+    s = torch.cat([lse_0[None], (q * k).sum(-1).to(lse_0.dtype) * scale])
+    lse = torch.logsumexp(s, 0)
+    w = torch.exp(s - lse)[..., None]
+    out = torch.where(w[0] == 0, torch.zeros_like(o_0), w[0].to(q.dtype) * o_0) + (w[1:].to(q.dtype) * v).sum(0)
+    return out, lse
+
+
+def merge_backward_ref(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
+    B, T, H, D = q.shape
+    G = ks[0].shape[2]
+    fold = lambda x: x.reshape(B, T, G, H // G, D).sum(3)
+    d, o, x = dout.to(lse.dtype), out.to(lse.dtype), q.to(lse.dtype)
+    dq, dks, dvs, delta = torch.zeros_like(x), [], [], (d * o).sum(-1)
+    for k, v in zip(ks, vs):
+        k, v = (y.to(lse.dtype).repeat_interleave(H // G, 2) for y in (k, v))
+        w = torch.exp(scale * (x * k).sum(-1) - lse)
+        ds = (scale * w * ((d * v).sum(-1) - delta))[..., None]
+        dq = dq + ds * k
+        dks.append(fold(ds * x).to(q.dtype))
+        dvs.append(fold(w[..., None] * d).to(q.dtype))
+    if o_0 is None:
+        return dq.to(q.dtype), dks, dvs
+    w_0 = torch.exp(lse_0 - lse)
+    dlse_0 = torch.where(w_0 == 0, w_0, w_0 * ((d * o_0.to(lse.dtype)).sum(-1) - delta))
+    return dq.to(q.dtype), dks, dvs, (w_0[..., None] * d).to(q.dtype), dlse_0
+
+
+def experts_ref(x, topk_indices, topk_weights, gate_up_proj, down_proj):
+    """y[n] = sum_a w[n, a] down[e] @ (silu(gate) * up); (N, C), (N, A), (N, A), (E, 2F, C), (E, C, F)."""
+    y = torch.zeros_like(x)
+    for e in range(len(down_proj)):
+        n, a = (topk_indices == e).nonzero(as_tuple=True)
+        gate, up = (x[n] @ gate_up_proj[e].t()).chunk(2, -1)
+        out = (F.silu(gate) * up) @ down_proj[e].t()
+        y = y.index_add(0, n, (out * topk_weights[n, a, None]).to(x.dtype))
+    return y
+
+
+def loss_rows_ref(teacher, draft, coeff, ce_weight, kl_weight):
+    """(ce, kl, argmax teacher, argmax draft) per row; the gradient of coeff (ce_weight ce + kl_weight kl) -> draft."""
+    t, d = teacher.to(coeff.dtype), draft.to(coeff.dtype)
+    log_p, log_q = t.log_softmax(-1), d.log_softmax(-1)
+    p, gold, choice = log_p.exp(), t.argmax(-1), d.argmax(-1)
+    kl = torch.where(p == 0, p, p * (log_p - log_q)).sum(-1)
+    g = (ce_weight + kl_weight) * log_q.exp() - kl_weight * p
+    g.scatter_add_(1, gold[:, None], torch.full_like(g[:, :1], -ce_weight))
+    draft.copy_(coeff[:, None] * g)
+    return -log_q.gather(1, gold[:, None])[:, 0], kl, gold, choice
+
+
+# ---- three ways to call the kernels --------------------------------------------------------------------------------
+class Compiled:
+    """The ops as mtp.py calls them, on one device."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def merge(self, *args):
+        return torch.ops.mtp_kernels.merge(*args)
+
+    def merge_backward(self, *args):
+        dq, dks, dvs, first = torch.ops.mtp_kernels.merge_backward(*args)
+        return dq, dks, dvs, *first
+
+    def experts(self, dy, x, index, w, gate_up, down):
+        y, order, offsets, pre = torch.ops.mtp_kernels.experts_forward(x, index, w, gate_up, down)
+        return y, *torch.ops.mtp_kernels.experts_backward(dy, x, w, gate_up, down, order, offsets, pre)
+
+    def loss_rows(self, *args):
+        return torch.ops.mtp_kernels.loss_rows(*args)
+
+
+def build(folder, flags=(), edits=(), name="emulated", driver=None):
+    """kernels.cu as C++: a library, or with `driver` a program. edits: (old, new) pairs, to plant a fault."""
+    source = (HERE / "csrc/kernels.cu").read_text()
+    for old, new in edits:
+        assert old in source, f"kernels.cu no longer has {old!r}"
+        source = source.replace(old, new)
+    path, out = pathlib.Path(folder) / f"{name}.cpp", pathlib.Path(folder) / name
+    path.write_text(source + (driver or ""))
+    kind = [] if driver else ["-shared", "-fPIC"]
+    command = ["g++", "-std=c++20", "-g", "-DMTP_EMULATE", f"-I{HERE / 'csrc'}", "-Wno-unknown-pragmas", *kind, *flags]
+    done = subprocess.run([*command, str(path), "-o", str(out), "-pthread"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def pointer(x):
+    if isinstance(x, list):
+        return (ctypes.c_void_p * len(x))(*[t.data_ptr() for t in x])
+    return ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x
+
+
+def grouped_mm(rows, weights, offsets):
+    """What at::_grouped_mm computes; unwritten groups (empty experts) are left as NaN, as a GEMM may leave them."""
+    ends = offsets.tolist()
+    spans = list(zip([0, *ends], ends))
+    if weights.dim() == 3:
+        return torch.cat([rows[a:b] @ weights[e] for e, (a, b) in enumerate(spans)])
+    empty = torch.full((len(rows), weights.shape[1]), float("nan"), dtype=rows.dtype)
+    return torch.stack([rows[:, a:b] @ weights[a:b] if b > a else empty for a, b in spans])
+
+
+class Emulated:
+    """The CUDA launchers from the emulated library, composed as bind.cpp composes them."""
+    device = "cpu"
+
+    def __init__(self, library, order=0):
+        self.lib, self.order = ctypes.CDLL(str(library)), order
+        self.lib.mtp_emulate_error.restype = ctypes.c_char_p
+
+    def call(self, name, *args):
+        self.lib.mtp_emulate_order(self.order)
+        kinds = {int: ctypes.c_int64, float: ctypes.c_double}
+        values = [kinds[type(a)](a) if type(a) in kinds else pointer(a) for a in args]
+        status = getattr(self.lib, f"mtp_cuda_{name}")(*values, None)
+        error = self.lib.mtp_emulate_error().decode()
+        assert status == 0 and not error, error
+
+    def merge(self, o_0, lse_0, q, ks, vs, scale):
+        B, T, H, D = q.shape
+        out, lse = torch.empty_like(q), torch.empty_like(lse_0)
+        self.call("merge_forward", DTYPES.index(q.dtype), B * T, H, ks[0].shape[2], D, len(ks), scale, o_0, lse_0, q,
+                  ks, vs, out, lse)
+        return out, lse
+
+    def merge_backward(self, dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
+        B, T, H, D = q.shape
+        dq, dks, dvs = torch.empty_like(q), [torch.empty_like(k) for k in ks], [torch.empty_like(v) for v in vs]
+        first = () if o_0 is None else (torch.empty_like(q), torch.empty_like(lse))
+        self.call("merge_backward", DTYPES.index(q.dtype), B * T, H, ks[0].shape[2], D, len(ks), scale, dout, q, ks, vs,
+                  out, lse, o_0, lse_0, dq, dks, dvs, *(first or (None, None)), torch.empty_like(q, dtype=lse.dtype))
+        return dq, dks, dvs, *first
+
+    def experts(self, dy, x, index, w, gate_up, down):
+        (N, C), A, (E, _, width), code = x.shape, w.shape[1], down.shape, DTYPES.index(x.dtype)
+        pairs, new = N * A, lambda *shape: torch.full(shape, float("nan"), dtype=x.dtype)
+        order, offsets = torch.empty(2, pairs, dtype=torch.int32), torch.empty(E, dtype=torch.int32)
+        self.call("sort", index, pairs, E, order, offsets, torch.empty(E * 257, dtype=torch.int32))
+        xs, dys, a, y, dx, dh = (new(*s) for s in [(pairs, C)] * 2 + [(pairs, width)] + [(N, C)] * 2
+                                 + [(pairs, 2 * width)])
+        self.call("gather", code, x, order, pairs, A, C, xs)
+        pre = grouped_mm(xs, gate_up.transpose(1, 2), offsets)
+        self.call("act", code, pre, pairs, width, a)
+        self.call("combine", code, grouped_mm(a, down.transpose(1, 2), offsets), order[1], w, N, A, C, y)
+        self.call("gather", code, dy, order, pairs, A, C, dys)
+        g, dw = grouped_mm(dys, down, offsets), torch.empty_like(w)
+        self.call("act_backward", code, pre, g, order, w, pairs, width, dh, dw)
+        ddown, dgate_up = grouped_mm(dys.t(), g, offsets), grouped_mm(dh.t(), xs, offsets)
+        for d in (ddown, dgate_up):
+            self.call("zero_empty", code, offsets, E, d[0].numel(), d)
+        self.call("combine", code, grouped_mm(dh, gate_up, offsets), order[1], None, N, A, C, dx)
+        return y, dx, dw, dgate_up, ddown
+
+    def loss_rows(self, teacher, draft, coeff, ce_weight, kl_weight):
+        ce, kl = torch.empty_like(coeff), torch.empty_like(coeff)
+        t, d = torch.empty(len(coeff), dtype=torch.int64), torch.empty(len(coeff), dtype=torch.int64)
+        self.call("loss_rows", DTYPES.index(draft.dtype), *draft.shape, teacher, draft, coeff, ce_weight, kl_weight, ce,
+                  kl, t, d)
+        return ce, kl, t, d
+
+
+@functools.cache
+def emulated_library():
+    return build(tempfile.mkdtemp(), ["-O1"])
+
+
+def kernels(how):
+    if how == "cpu":
+        if mtp_kernels is None:
+            pytest.skip("build the kernels: python setup.py build_ext --inplace")
+        return Compiled("cpu")
+    if how == "cuda":
+        return Compiled("cuda")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    return Emulated(emulated_library())
+
+
+WAYS = ["cpu", "emulated", pytest.param("cuda", marks=gpu)]
+CPU_OR_GPU = ["cpu", pytest.param("cuda", marks=gpu)]
+
+
+# ---- the twice-PyTorch rule ------------------------------------------------------------------------------------------
+def flatten(xs):
+    return [t for x in xs for t in (flatten(x) if isinstance(x, (list, tuple)) else [x])]
+
+
+def to(xs, f):
+    return [to(x, f) if isinstance(x, (list, tuple)) else f(x) if isinstance(x, torch.Tensor) else x for x in xs]
+
+
+def check_twice(runs, dtype):
+    """runs: (ours, PyTorch's, float64's outputs) per seed. RMS error against float64 at most twice PyTorch's; where
+    PyTorch's few numbers are exact by luck, 4 fp32 roundings. Lists (dks) count as one output, integers are equal."""
+    joined = lambda x: torch.cat([t.flatten() for t in x]) if isinstance(x, (list, tuple)) else x
+    for i, outputs in enumerate(zip(*[zip(*run, strict=True) for run in runs])):
+        mine = torchs = size = 0.0
+        for ours, theirs, exact in outputs:
+            a, b, e = (joined(x) for x in (ours, theirs, exact))
+            assert a.shape == e.shape and a.dtype == b.dtype, (i, a.shape, e.shape, a.dtype, b.dtype)
+            if not a.is_floating_point():
+                assert torch.equal(a.cpu(), b), f"output {i}"
+                continue
+            assert a.isfinite().all(), f"output {i} is not finite"
+            mine += (a.cpu().double() - e).square().sum().item()
+            torchs += (b.double() - e).square().sum().item()
+            size += e.square().sum().item()
+        bound = max(2 * torchs**0.5, 4 * torch.finfo(torch.float32).eps * size**0.5)
+        assert mine**0.5 <= bound, f"output {i}: error {mine**.5:.3g}, PyTorch's {torchs**.5:.3g}, size {size**.5:.3g}"
+
+
+def double(x):
+    return x.double() if x.is_floating_point() else x
+
+
+def run_twice(kernel, ref, make, dtype, device):
+    """make(seed) -> inputs. Few numbers make a poor RMS, so small shapes are run with several seeds."""
+    runs = []
+    for seed in itertools.count():
+        inputs = make(seed)
+        theirs, exact = ref(*to(inputs, torch.clone)), ref(*to(inputs, double))
+        runs.append((kernel(*to(inputs, lambda x: x.to(device, copy=True))), theirs, exact))
+        seeds = max(1, min(8, 2000 // max(1, exact[0].numel())))
+        if seed + 1 >= seeds:
+            break
+    check_twice(runs, dtype)
+
+
+MERGE_SHAPES = [  # B, T, H, G, D, k
+    (1, 1, 1, 1, 8, 1), (2, 5, 6, 2, 24, 2), (1, 33, 8, 2, 128, 3), (1, 9, 12, 3, 64, 4), (2, 3, 5, 5, 40, 5),
+    (1, 7, 8, 1, 16, 7), (1, 5, 4, 2, 256, 8), (1, 4, 4, 4, 136, 15), (1, 0, 2, 1, 16, 2), (3, 2, 16, 1, 72, 6)]
+
+
+def merge_inputs(B, T, H, G, D, k, dtype, masked=True, seed=0):
+    torch.manual_seed(seed)
+    make = lambda heads: torch.randn(B, T, heads, D).to(dtype)
+    o_0, q, dout, lse_0 = make(H), make(H), make(H), torch.randn(B, T, H).to(wide(dtype))
+    if masked and T:
+        lse_0[:, 0], o_0[:, 0] = -torch.inf, 0  # a fully masked row of block 0
+    return o_0, lse_0, q, [make(G) for _ in range(k)], [make(G) for _ in range(k)], D**-0.5, dout
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MERGE_SHAPES, ids=str)
+def test_merge(shape, dtype, how):
+    kernel = kernels(how)
+    if how == "emulated" and not shape[1]:
+        pytest.skip("T = 0 never reaches a launch")
+    make = lambda seed: merge_inputs(*shape, dtype, seed=seed)
+    run_twice(kernel.merge, merge_ref, lambda seed: make(seed)[:-1], dtype, kernel.device)
+
+    def backward_inputs(seed, first):
+        o_0, lse_0, q, ks, vs, scale, dout = make(seed)
+        out, lse = merge_ref(o_0, lse_0, q, ks, vs, scale)
+        return [dout, q, ks, vs, out, lse, scale, *((o_0, lse_0) if first else ())]
+
+    for first in (False, True):
+        run_twice(kernel.merge_backward, merge_backward_ref, lambda seed: backward_inputs(seed, first), dtype,
+                  kernel.device)
+
+
+EXPERT_SHAPES = [  # N, C, A, E, F
+    (37, 24, 3, 5, 16), (1, 8, 1, 1, 8), (0, 16, 2, 4, 8), (150, 16, 16, 20, 8), (65, 32, 2, 512, 24),
+    (600, 8, 4, 7, 8), (40, 64, 6, 8, 264)]
+
+
+def expert_inputs(N, C, A, E, width, dtype, routing="random", seed=0):
+    torch.manual_seed(seed)
+    index = torch.rand(N, E).topk(A, -1)[1]
+    if routing == "one":  # every token's first choice is expert 0, the rest are the last experts: most are empty
+        index = torch.arange(A).neg().remainder(E).expand(N, A).clone()
+    x, dy, w = torch.randn(N, C).to(dtype), torch.randn(N, C).to(dtype), torch.rand(N, A).to(wide(dtype))
+    return dy, x, index, w, torch.randn(E, 2 * width, C).div(C**0.5).to(dtype), torch.randn(E, C, width).to(dtype)
+
+
+def experts_with_gradients(dy, x, index, w, gate_up, down):
+    leaves = [t.clone().requires_grad_() for t in (x, w, gate_up, down)]
+    y = experts_ref(leaves[0], index, *leaves[1:])
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("routing", ["random", "one"])
+@pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)
+def test_experts(shape, routing, dtype, how):
+    kernel = kernels(how)
+    if how == "emulated" and not shape[0]:
+        pytest.skip("N = 0 never reaches a launch")
+    run_twice(kernel.experts, experts_with_gradients,
+              lambda seed: expert_inputs(*shape, dtype, routing, seed), dtype, kernel.device)
+
+
+@needs_kernels
+@pytest.mark.parametrize("C, width", [(7, 5), (20, 12), (9, 33)])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_experts_odd_widths_on_cpu(C, width, dtype):
+    run_twice(Compiled("cpu").experts, experts_with_gradients,
+              lambda seed: expert_inputs(31, C, 2, 4, width, dtype, seed=seed), dtype, "cpu")
+
+
+def loss_inputs(R, V, dtype, spread=3.0, seed=0):
+    torch.manual_seed(seed)
+    teacher, draft = (torch.randn(R, V).mul(spread).to(dtype) for _ in range(2))
+    teacher[0, V // 2:] = teacher[0].max()  # ties: the lowest index wins
+    if R > 2 and V > 20:
+        teacher[1, :9] = -torch.inf  # a padded vocabulary
+    return teacher, draft, torch.arange(R).to(wide(dtype)) / R, 0.7, 1.3
+
+
+def loss_and_gradient(kernel):
+    def run(teacher, draft, *rest):
+        result = kernel(teacher, draft, *rest)
+        return draft, *result
+    return run
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("R, V", [(3, 37), (1, 1), (5, 1000), (2, 1003), (2, 8192)])
+def test_loss_rows(R, V, dtype, how):
+    kernel = kernels(how)
+    run_twice(loss_and_gradient(kernel.loss_rows), loss_and_gradient(loss_rows_ref),
+              lambda seed: loss_inputs(R, V, dtype, seed=seed), dtype, kernel.device)
+
+
+def every_output(kernel, dtype):
+    """All kernels once, the long chain and the many experts included; for bitwise comparisons."""
+    outputs = []
+    for shape in [(1, 3, 4, 2, 64, 3), (1, 2, 6, 2, 24, 9)]:
+        o_0, lse_0, q, ks, vs, scale, dout = to(merge_inputs(*shape, dtype), lambda t: t.to(kernel.device))
+        out, lse = kernel.merge(o_0, lse_0, q, ks, vs, scale)
+        outputs += [out, lse, kernel.merge_backward(dout, q, ks, vs, out, lse, scale, o_0, lse_0)]
+    for shape in [(600, 8, 4, 7, 8), (20, 16, 2, 40, 24)]:
+        outputs.append(kernel.experts(*to(expert_inputs(*shape, dtype), lambda t: t.to(kernel.device))))
+    for shape in [(3, 1003), (2, 4096)]:
+        loss = to(loss_inputs(*shape, dtype), lambda t: t.to(kernel.device))
+        outputs.append(loss_and_gradient(kernel.loss_rows)(loss[0], loss[1].clone(), *loss[2:]))
+    return flatten(outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_emulated_thread_order_changes_no_bit(dtype):
+    kernel = kernels("emulated")
+    first = every_output(kernel, dtype)
+    for kernel.order in (1, 2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(first, every_output(kernel, dtype), strict=True))
+
+
+# ---- gradients, tracing, refusals, determinism -------------------------------------------------------------------------
+def merge_op(o_0, lse_0, q, scale, *kv):
+    k = len(kv) // 2
+    return torch.ops.mtp_kernels.merge(o_0, lse_0, q, kv[:k], kv[k:], scale)[0]
+
+
+@needs_kernels
+def test_gradcheck():
+    o_0, lse_0, q, ks, vs, scale, _ = merge_inputs(1, 3, 4, 2, 8, 5, torch.float64, masked=False)
+    leaves = [t.requires_grad_() for t in (o_0, lse_0, q, *ks, *vs)]
+    assert torch.autograd.gradcheck(lambda *t: merge_op(*t[:3], scale, *t[3:]), leaves)
+    dy, x, index, w, gate_up, down = expert_inputs(5, 4, 2, 3, 3, torch.float64)
+    leaves = [t.requires_grad_() for t in (x, w, gate_up, down)]
+    op = torch.ops.mtp_kernels.experts_forward
+    assert torch.autograd.gradcheck(lambda a, b, c, d: op(a, index, b, c, d)[0], leaves)
+
+
+@needs_kernels
+def test_float64_matches_the_references():
+    *inputs, dout = merge_inputs(2, 5, 6, 2, 24, 9, torch.float64)
+    torch.testing.assert_close(Compiled("cpu").merge(*inputs), merge_ref(*inputs), rtol=1e-12, atol=1e-12)
+    o_0, lse_0, q, ks, vs, scale = inputs
+    args = dout, q, ks, vs, *merge_ref(*inputs), scale, o_0, lse_0
+    torch.testing.assert_close(flatten(Compiled("cpu").merge_backward(*args)), flatten(merge_backward_ref(*args)),
+                               rtol=1e-11, atol=1e-12)
+    teacher, draft, *rest = loss_inputs(4, 77, torch.float64)
+    ours, theirs = (loss_and_gradient(f)(teacher, draft.clone(), *rest) for f in (Compiled("cpu").loss_rows,
+                                                                                   loss_rows_ref))
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@needs_kernels
+@pytest.mark.parametrize("device", CPU_OR_GPU)
+def test_opcheck(device):
+    grad = lambda xs: to(xs, lambda t: t.to(device, copy=True).requires_grad_(t.is_floating_point()))
+    *inputs, dout = to(merge_inputs(1, 3, 4, 2, 8, 2, torch.float32, masked=False), lambda t: t.to(device))
+    o_0, lse_0, q, ks, vs, scale = inputs
+    ops = torch.ops.mtp_kernels
+    torch.library.opcheck(ops.merge.default, grad(inputs))
+    out, lse = ops.merge(*inputs)
+    backward = (dout, q, ks, vs, out, lse, scale)
+    torch.library.opcheck(ops.merge_backward.default, backward)
+    torch.library.opcheck(ops.merge_backward.default, (*backward, o_0, lse_0))
+    dy, *rest = to(expert_inputs(9, 8, 2, 4, 8, torch.float32), lambda t: t.to(device))
+    torch.library.opcheck(ops.experts_forward.default, grad(rest))
+    x, index, w, gate_up, down = rest
+    _, order, offsets, pre = ops.experts_forward(*rest)
+    torch.library.opcheck(ops.experts_backward.default, (dy, x, w, gate_up, down, order, offsets, pre))
+    torch.library.opcheck(ops.loss_rows.default, tuple(to(loss_inputs(3, 37, torch.float32), lambda t: t.to(device))))
+
+
+@needs_kernels
+@pytest.mark.parametrize("device", CPU_OR_GPU)
+def test_same_bits_every_run(device):
+    for dtype in DTYPES:
+        first = every_output(Compiled(device), dtype)
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(first, every_output(Compiled(device), dtype), strict=True))
+
+
+@needs_kernels
+def test_thread_count_changes_no_bit_of_merge_and_loss():
+    def run():
+        *inputs, dout = merge_inputs(1, 200, 8, 2, 64, 3, torch.bfloat16)
+        out, lse = kernels("cpu").merge(*inputs)
+        grads = kernels("cpu").merge_backward(dout, *inputs[2:5], out, lse, *inputs[5:], *inputs[:2])
+        return flatten([out, lse, grads, loss_and_gradient(kernels("cpu").loss_rows)(*loss_inputs(40, 1000,
+                                                                                                torch.bfloat16))])
+
+    threads, many = torch.get_num_threads(), run()
+    try:
+        torch.set_num_threads(1)
+        assert all(torch.equal(a, b) for a, b in zip(many, run(), strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernels
+@pytest.mark.parametrize("device", CPU_OR_GPU)
+def test_strided_and_misaligned_inputs(device):
+    strided = lambda t: torch.stack([t, t], -1).to(device)[..., 0]
+    shifted = lambda t: torch.cat([t.flatten()[:1], t.flatten()]).to(device)[1:].view(t.shape)
+    *inputs, dout = merge_inputs(1, 5, 4, 2, 16, 2, torch.float32)
+    plain = Compiled(device).merge(*to(inputs, lambda t: t.to(device)))
+    for change in (strided, shifted):
+        for a, b in zip(plain, Compiled(device).merge(*to(inputs, change)), strict=True):
+            assert torch.equal(a, b)
+    experts = expert_inputs(20, 8, 2, 4, 8, torch.float32)
+    plain = Compiled(device).experts(*to(experts, lambda t: t.to(device)))
+    for change in (strided, shifted):
+        for a, b in zip(plain, Compiled(device).experts(*to(experts, change)), strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_kernels
+def test_masked_row_may_hold_anything():
+    o_0, lse_0, q, ks, vs, scale, dout = merge_inputs(1, 4, 2, 1, 8, 2, torch.float32)
+    o_0[:, 0] = torch.nan
+    out, lse = torch.ops.mtp_kernels.merge(o_0, lse_0, q, ks, vs, scale)
+    grads = Compiled("cpu").merge_backward(dout, q, ks, vs, out, lse, scale, o_0, lse_0)
+    assert all(t.isfinite().all() for t in flatten([out, lse, grads]))
+    assert grads[-1][:, 0].eq(0).all() and grads[-2][:, 0].eq(0).all()
+
+
+@needs_kernels
+def test_bad_input_is_refused_by_name():
+    o_0, lse_0, q, ks, vs, scale, _ = merge_inputs(1, 4, 4, 2, 8, 2, torch.float32)
+    merge, ops = torch.ops.mtp_kernels.merge, torch.ops.mtp_kernels
+    with pytest.raises(RuntimeError, match="1 to 15"):
+        merge(o_0, lse_0, q, [], [], scale)
+    with pytest.raises(RuntimeError, match=r"lse \(lse_0\) is BFloat16"):
+        merge(o_0, lse_0.bfloat16(), q, ks, vs, scale)
+    with pytest.raises(RuntimeError, match="head dim 6"):
+        merge(o_0[..., :6], lse_0, q[..., :6], [k[..., :6] for k in ks], [v[..., :6] for v in vs], scale)
+    with pytest.raises(RuntimeError, match="vs has shape"):
+        merge(o_0, lse_0, q, ks, [vs[0], vs[1][:, :3]], scale)
+    _, x, index, w, gate_up, down = expert_inputs(5, 8, 2, 3, 8, torch.float32)
+    with pytest.raises(RuntimeError, match="expert index"):
+        ops.experts_forward(x, index + 2, w, gate_up, down)
+    with pytest.raises(RuntimeError, match="gate_up_proj has shape"):
+        ops.experts_forward(x, index, w, gate_up[:, :8], down)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        ops.loss_rows(torch.randn(8, 4).t(), torch.randn(8, 4).t(), torch.ones(4), 1.0, 1.0)
+
+
+@needs_kernels
+def test_no_wide_tensor_is_saved_for_backward():
+    dy, x, index, w, gate_up, down = expert_inputs(64, 32, 4, 8, 16, torch.float32)
+    saved, inputs = [], {t.data_ptr() for t in (x, w, gate_up, down)}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        torch.ops.mtp_kernels.experts_forward(*(t.requires_grad_(t.is_floating_point()) for t in (x, index, w, gate_up,
+                                                                                                  down)))
+    extra = sum(t.nbytes for t in saved if t.data_ptr() not in inputs)
+    assert extra == 64 * 4 * (2 * 16 * 4 + 2 * 4) + 8 * 4  # pre-activations, order and its inverse, offsets
