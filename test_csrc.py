@@ -532,3 +532,141 @@ def test_no_wide_tensor_is_saved_for_backward():
                                                                                                   down)))
     extra = sum(t.nbytes for t in saved if t.data_ptr() not in inputs)
     assert extra == 64 * 4 * (2 * 16 * 4 + 2 * 4) + 8 * 4  # pre-activations, order and its inverse, offsets
+
+
+# ---- slow: sanitizers, planted faults, compilers ---------------------------------------------------------------------
+# Every launcher on small sizes; several chunks in the sort, several launches in the backward, ragged last warps.
+DRIVER = r"""
+#include <numeric>
+template <class T> struct Array {  // exactly its size, so that AddressSanitizer sees the first byte outside
+  T* p;
+  explicit Array(size_t n) : p((T*)std::aligned_alloc(16, (n * sizeof(T) + 15) / 16 * 16)) {
+    for (size_t i = 0; i < n; i++) p[i] = (T)(i * 7 % 13);
+  }
+  ~Array() { std::free(p); }
+  operator T*() const { return p; }
+};
+int main(int, char** argv) {
+#ifndef MTP_EMULATE_THREADS
+  mtp_emulate_order(argv[1][0] - '0');
+#endif
+  const int64_t N = 550, A = 2, E = 3, P = N * A, C = 16, W = 8, H = 6, G = 2, D = 24, R = 3, K = 5;
+  for (int dtype = 0; dtype < 2 && !LAUNCH_ERROR(); dtype++) {
+    const size_t unit = dtype ? 1 : 2;  // in 16-bit words
+    auto data = [&](size_t n) { return Array<uint16_t>(n * unit); };
+    Array<int64_t> index(P);
+    for (int64_t i = 0; i < P; i++) index[i] = i * i % 7 % E;
+    Array<int> order(2 * P), offsets(E), scratch(E * 257);
+    Array<float> w(P), dw(P);
+    auto x = data(N * C), xs = data(P * C), h = data(P * 2 * W), dh = data(P * 2 * W), a = data(P * W), y = data(N * C);
+    auto weights = data(E * W * C);
+    mtp_cuda_sort(index, P, E, order, offsets, scratch, nullptr);
+    for (int64_t i = 1; i < P; i++)
+      if (index[order[i - 1]] > index[order[i]] || (index[order[i - 1]] == index[order[i]] && order[i - 1] > order[i]))
+        return std::puts("not a stable sort"), 7;
+    mtp_cuda_gather(dtype, x, order, P, A, C, xs, nullptr);
+    mtp_cuda_act(dtype, h, P, W, a, nullptr);
+    mtp_cuda_act_backward(dtype, h, a, order, w, P, W, dh, dw, nullptr);
+    mtp_cuda_combine(dtype, xs, order + P, w, N, A, C, y, nullptr);
+    offsets[1] = offsets[0];
+    mtp_cuda_zero_empty(dtype, offsets, E, W * C, weights, nullptr);
+    for (int64_t k = 1; k <= K; k += 4) {
+      auto q = data(R * H * D), o = data(R * H * D), out = data(R * H * D), d = data(R * H * D), dq = data(R * H * D);
+      auto cache = data(R * G * D * K * 4), first = data(R * H * D);
+      Array<float> lse_0(R * H), lse(R * H), dlse(R * H), sum(R * H * D);
+      void *ks[K], *vs[K], *dks[K], *dvs[K];
+      for (int64_t j = 0; j < K; j++) {
+        uint16_t* at = cache + R * G * D * unit * 4 * j;
+        ks[j] = at, vs[j] = at + R * G * D * unit, dks[j] = at + 2 * R * G * D * unit, dvs[j] = at + 3 * R * G * D * unit;
+      }
+      mtp_cuda_merge_forward(dtype, R, H, G, D, k, 0.2, o, lse_0, q, ks, vs, out, lse, nullptr);
+      mtp_cuda_merge_backward(dtype, R, H, G, D, k, 0.2, d, q, ks, vs, out, lse, o, lse_0, dq, dks, dvs, first, dlse,
+                              sum, nullptr);
+    }
+    for (int64_t V : {37, 64}) {
+      auto t = data(R * V), d = data(R * V);
+      Array<float> c(R), ce(R), kl(R);
+      Array<int64_t> ti(R), di(R);
+      mtp_cuda_loss_rows(dtype, R, V, t, d, c, 1, 1, ce, kl, ti, di, nullptr);
+    }
+  }
+#ifndef MTP_EMULATE_THREADS
+  if (!emulation::error.empty()) return std::puts(emulation::error.c_str()), 8;
+#endif
+  return 0;
+}
+"""
+SMALLER = [("FORWARD_K = 7", "FORWARD_K = 1"), ("BACKWARD_K = 4", "BACKWARD_K = 2"),
+           ("  if (dtype == 2) f(Fp16());\n", "")]
+ENGINES = {
+    "fibers": ["-O1"],
+    "thread": ["-O1", "-DMTP_EMULATE_THREADS", "-fsanitize=thread"],
+    "address": ["-O1", "-DMTP_EMULATE_THREADS", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]}
+FAULTS = {  # name: (who sees it, what it says, the edit)
+    "barrier whose absence changes a value": (
+        "fibers", "not a stable sort", ("    __syncthreads();  // everyone has read\n", "")),
+    "divergent barrier": (
+        "fibers", "divergent barrier",
+        ("[threadIdx.x / 32] = kl;\n  __syncthreads();", "[threadIdx.x / 32] = kl;\n  if (threadIdx.x > 6) __syncthreads();")),
+    "race whose effect cancels": ("thread", "data race", ("  if (threadIdx.x == 0) {\n    float x[8];", "  {\n    float x[8];")),
+    "write past the end": (
+        "address", "heap-buffer-overflow", ("if (i >= pairs * per_row) return;\n  const int64_t place",
+                                            "if (i > pairs * per_row) return;\n  const int64_t place")),
+    "index outside __shared__": ("address", "out of bounds", ("SHARED(int, total, SCAN)", "SHARED(int, total, SCAN - 1)"))}
+slow_kernels = pytest.mark.slow_kernels
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+def run_driver(folder, engine, edits=()):
+    """Exit statuses and output of the driver, once per thread order where the engine has them."""
+    program = build(folder, ENGINES[engine], [*SMALLER, *edits], "driver", DRIVER)
+    runs = [subprocess.run([str(program), str(order)], capture_output=True, text=True, timeout=300)
+            for order in range(4 if engine == "fibers" else 1)]
+    return [r.returncode for r in runs], "".join(r.stdout + r.stderr for r in runs)
+
+
+@slow_kernels
+@needs_gxx
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_finds_nothing(engine, tmp_path):
+    statuses, said = run_driver(tmp_path, engine)
+    assert not any(statuses), said[-3000:]
+
+
+@slow_kernels
+@needs_gxx
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_seen(fault, tmp_path):
+    engine, what, edit = FAULTS[fault]
+    statuses, said = run_driver(tmp_path, engine, (edit,))
+    assert any(statuses) and what in said, said[-3000:]
+
+
+@slow_kernels
+def test_nvcc_three_architectures_without_spills(tmp_path):
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not os.path.exists(nvcc):
+        pytest.skip("no nvcc")
+    archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 90, 100)]
+    done = subprocess.run([nvcc, "-std=c++17", "-O3", "--threads=2", "-Xptxas=-v", *archs, "-c",
+                           str(HERE / "csrc/kernels.cu"), "-o", str(tmp_path / "kernels.o")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    registers = [int(r) for r in re.findall(r"Used (\d+) registers", done.stderr)]
+    assert len(spills) >= 3 * 50 and all(s == ("0", "0", "0") for s in spills), set(spills)
+    print(f"{len(spills)} kernels, at most {max(registers)} registers, no spills")
+
+
+@slow_kernels
+@needs_gxx
+def test_cuda_half_of_the_binding_compiles(tmp_path):
+    from torch.utils.cpp_extension import include_paths
+    import sysconfig
+    toolkit = pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
+    if not (toolkit / "cuda_runtime_api.h").exists():
+        pytest.skip("no CUDA toolkit")
+    folders = [f"-I{p}" for p in (*include_paths(), sysconfig.get_paths()["include"], toolkit)]
+    done = subprocess.run(["g++", "-std=c++20", "-O0", "-fPIC", "-DMTP_CUDA", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE",
+                           *folders, "-c", str(HERE / "csrc/bind.cpp"), "-o", str(tmp_path / "bind.o")],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

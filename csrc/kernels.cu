@@ -153,6 +153,7 @@ template <class S> __global__ void __launch_bounds__(THREADS) merge_forward_long
 #pragma unroll
       for (int i = 0; i < 8; i++) sum[i] = 0;
     }
+#pragma unroll 1
     for (int j = 0; j < m.k; j++) {
       load<S>(m.ks[j], row * m.D + d, on, y);
       const float s = lane_sum(dot8(x, y), m.lanes) * m.scale, next = fmaxf(top, s);
