@@ -670,3 +670,141 @@ def test_cuda_half_of_the_binding_compiles(tmp_path):
                            *folders, "-c", str(HERE / "csrc/bind.cpp"), "-o", str(tmp_path / "bind.o")],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+# ---- benchmarks --------------------------------------------------------------------------------------------------------
+TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456",
+         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+def medians(candidates, seconds=20.0):
+    """Milliseconds of each candidate; they take turns, so that a slow spell of the machine hits all of them."""
+    times = {name: [] for name in candidates}
+    stop = time.perf_counter() + seconds
+    for turn in itertools.count():
+        for name, f in candidates.items():
+            start = time.perf_counter()
+            f()
+            times[name].append(1e3 * (time.perf_counter() - start))
+        if turn >= 3 and time.perf_counter() > stop:
+            return {name: statistics.median(t[1:]) for name, t in times.items()}
+
+
+def table(title, rows, floor, note):
+    print(f"\n{title}; {note}")
+    for name, ms in rows.items():
+        print(f"  {name:42s} {ms:9.1f} ms  {ms / floor:6.2f}x", flush=True)
+
+
+def copy_bandwidth(floats=32 << 20):
+    """Bytes per second of y = x, read and write counted, in buffers that exist already."""
+    x, y = torch.ones(floats), torch.ones(floats)
+    ms = medians({"copy": lambda: y.copy_(x)}, 1)["copy"]
+    return 2 * x.nbytes / ms * 1e3
+
+
+def backward_of(f, inputs, grad):
+    def run():
+        out = f(*inputs)
+        return torch.autograd.grad(out, [t for t in flatten(inputs) if isinstance(t, torch.Tensor) and t.requires_grad],
+                                   grad)
+    return run
+
+
+def bench_moe(C=1024, width=512, E=64, A=8, T=4096):
+    for dtype in (torch.float32, torch.bfloat16):
+        dy, x, index, w, gate_up, down = expert_inputs(T, C, A, E, width, dtype)
+        leaves = [t.requires_grad_() for t in (x, w, gate_up, down)]
+        rows, act = torch.randn(T * A, C, dtype=dtype), torch.randn(T * A, width, dtype=dtype)
+        w1, w2, h = gate_up[0].detach(), down[0].detach(), torch.randn(T * A, 2 * width, dtype=dtype)
+        o1, o2, o3 = torch.empty_like(h), torch.empty_like(rows), torch.empty_like(act)
+        g1, g2 = torch.empty_like(w1), torch.empty_like(w2)
+
+        def dense(backward):
+            torch.mm(rows, w1.t(), out=o1)
+            torch.mm(act, w2.t(), out=o2)
+            if backward:
+                torch.mm(rows, w2, out=o3)
+                torch.mm(rows.t(), act, out=g2)
+                torch.mm(h, w1, out=o2)
+                torch.mm(h.t(), rows, out=g1)
+
+        def grouped(x, w, gate_up, down):
+            order = index.flatten().argsort(stable=True)
+            ends = index.flatten().bincount(minlength=E).cumsum(0).int()
+            gate, up = F.grouped_mm(x[order // A], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+            out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * w.flatten()[order, None].to(dtype)
+            return torch.zeros_like(x).index_add_(0, order // A, out)
+
+        ours = lambda x, w, gate_up, down: torch.ops.mtp_kernels.experts_forward(x, index, w, gate_up, down)[0]
+        with torch.no_grad():
+            found = medians({"dense matmuls (floor)": lambda: dense(False), "ours": lambda: ours(*leaves),
+                             "F.grouped_mm": lambda: grouped(*leaves)})
+        note = f"C={C} F={width} E={E} A={A} T={T}, {dtype}"
+        table("MoE forward", found, found["dense matmuls (floor)"], note)
+        found = medians({"dense matmuls (floor)": lambda: dense(True), "ours": backward_of(ours, leaves, dy),
+                         "F.grouped_mm": backward_of(grouped, leaves, dy)}, 40)
+        table("MoE forward + backward", found, found["dense matmuls (floor)"], note)
+
+
+def bench_merge(B=1, H=32, G=4, T=8192, D=128, k=3):
+    bandwidth = copy_bandwidth()
+    for dtype in (torch.float32, torch.bfloat16):
+        o_0, lse_0, q, ks, vs, scale, dout = merge_inputs(B, T, H, G, D, k, dtype)
+        N, s, r = B * H * T, q.element_size(), H // G
+        forward, backward = s * N * D * (3 + 2 * k / r) + 8 * N, s * N * D * (4 + 4 * k / r) + 16 * N
+        op, op_backward = torch.ops.mtp_kernels.merge, torch.ops.mtp_kernels.merge_backward
+        leaves = [t.clone().requires_grad_() for t in (q, *ks, *vs)]
+        eager = lambda q, *kv: merge_ref(o_0, lse_0, q, kv[:k], kv[k:], scale)[0]
+
+        def both():
+            out, lse = op(o_0, lse_0, q, ks, vs, scale)
+            return op_backward(dout, q, ks, vs, out, lse, scale)
+
+        note = f"B={B} H={H} G={G} T={T} D={D} k={k}, {dtype}, floor at the measured {bandwidth / 1e9:.0f} GB/s"
+        found = medians({"ours": lambda: op(o_0, lse_0, q, ks, vs, scale)}, 5)
+        floor = forward / bandwidth * 1e3
+        table("merge forward", {"bytes floor": floor, **found}, floor, note)
+        floor = (forward + backward) / bandwidth * 1e3
+        found = medians({"ours": both, "eager merge_ref": backward_of(eager, leaves, dout)}, 15)
+        table("merge forward + backward", {"bytes floor": floor, **found}, floor, note)
+
+
+def bench_loss(T=1024, C=512, chunk=256):
+    for V, dtype in itertools.product((32000, 151936), (torch.float32, torch.bfloat16)):
+        n, h, W = (torch.randn(*s).to(dtype) for s in ((T, C), (T, C), (V, C)))
+        teacher, draft, dn = torch.empty(chunk, V, dtype=dtype), torch.empty(chunk, V, dtype=dtype), torch.empty_like(n)
+        coeff = torch.full((chunk,), 1 / T)
+
+        def walk(rows):
+            for i in range(0, T, chunk):
+                torch.mm(h[i:i + chunk], W.t(), out=teacher)
+                torch.mm(n[i:i + chunk], W.t(), out=draft)
+                rows(teacher, draft, coeff, 1.0, 1.0)
+                torch.mm(draft, W, out=dn[i:i + chunk])
+
+        found = medians({"three GEMMs (floor)": lambda: walk(lambda *_: None),
+                         "ours": lambda: walk(torch.ops.mtp_kernels.loss_rows),
+                         "loss_rows_ref": lambda: walk(loss_rows_ref)}, 15)
+        table("loss rows", found, found["three GEMMs (floor)"], f"T={T} C={C} V={V} chunk={chunk}, {dtype}")
+
+
+BENCHES = {"moe": bench_moe, "merge": bench_merge, "loss": bench_loss}
+
+
+def bench(names):
+    if mtp_kernels is None:
+        sys.exit(f"mtp_kernels is not built ({missing}); run: python setup.py build_ext --inplace")
+    for name in names or BENCHES:
+        for setting, extra in (("default malloc", {}), ("tuned malloc", TUNED)):
+            print(f"\n==== {name}, {setting}, {torch.get_num_threads()} threads", flush=True)
+            subprocess.run([sys.executable, __file__, "--table", name], env={**os.environ, **extra}, check=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--bench"]:
+        bench(sys.argv[2:])
+    elif sys.argv[1:2] == ["--table"]:
+        BENCHES[sys.argv[2]]()
+    else:
+        sys.exit(__doc__)

@@ -13,6 +13,9 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #ifdef MTP_CUDA
 #include <ATen/ops/_grouped_mm.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -100,6 +103,19 @@ void check_launch(int error, const char* op) { TORCH_CHECK(error == 0, op, ": CU
 #define GUARD(x)
 #endif
 
+// An uninitialised result. Large ones on the CPU come from mmap and cost more in page faults than the merge itself:
+// asking for huge pages before the first touch takes 1/512 of the faults.
+Tensor fresh(at::IntArrayRef shape, at::TensorOptions options) {
+  Tensor x = at::empty(shape, options);
+#ifdef __linux__
+  constexpr uintptr_t page = 2 << 20;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(x.data_ptr()), begin = (at + page - 1) / page * page;
+  const uintptr_t end = (at + x.nbytes()) / page * page;
+  if (x.is_cpu() && end > begin + page) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+  return x;
+}
+
 // Contiguous and 16-byte aligned: what the kernels' wide loads need
 Tensor ready(const Tensor& x) {
   Tensor c = x.contiguous();
@@ -139,7 +155,7 @@ Pair merge(const Tensor& o_0, const Tensor& lse_0, const Tensor& q, TensorList k
   GUARD(q);
   Tensor o = ready(o_0), l = ready(lse_0), x = ready(q);
   Cache key(ks), value(vs);
-  Tensor out = at::empty(q.sizes(), q.options()), lse = at::empty(l.sizes(), l.options());
+  Tensor out = fresh(q.sizes(), q.options()), lse = fresh(l.sizes(), l.options());
   const int64_t D = q.size(3), H = q.size(2), rows = q.size(0) * q.size(1);
   if (rows > 0)
     check_launch(ON_DEVICE(q, merge_forward, dtype_code(q, "merge"), rows, H, ks[0].size(2), D, ks.size(), scale,
@@ -159,20 +175,20 @@ MergeGradients merge_backward(const Tensor& dout, const Tensor& q, TensorList ks
   const int64_t B = q.size(0), T = q.size(1), H = q.size(2), D = q.size(3), G = ks[0].size(2), k = ks.size();
   Tensor d = ready(dout), x = ready(q), o = ready(out), l = ready(lse), o_first, l_first;
   Cache key(ks), value(vs);
-  Tensor dq = at::empty(q.sizes(), q.options()), scratch;
+  Tensor dq = fresh(q.sizes(), q.options()), scratch;
   std::vector<Tensor> dks, dvs, first;
   std::vector<void*> dk_data, dv_data;
   for (int64_t j = 0; j < k; j++) {
-    dks.push_back(at::empty({B, T, G, D}, q.options()));
-    dvs.push_back(at::empty({B, T, G, D}, q.options()));
+    dks.push_back(fresh({B, T, G, D}, q.options()));
+    dvs.push_back(fresh({B, T, G, D}, q.options()));
     dk_data.push_back(dks[j].mutable_data_ptr());
     dv_data.push_back(dvs[j].mutable_data_ptr());
   }
   if (o_0) {
     o_first = ready(*o_0), l_first = ready(*lse_0);
-    first = {at::empty(q.sizes(), q.options()), at::empty(l.sizes(), l.options())};
+    first = {fresh(q.sizes(), q.options()), fresh(l.sizes(), l.options())};
   }
-  if (q.is_cuda() && k > 4) scratch = at::empty(q.sizes(), l.options());  // dq between launches of 4 steps each
+  if (q.is_cuda() && k > 4) scratch = fresh(q.sizes(), l.options());  // dq between launches of 4 steps each
   if (B * T > 0)
     check_launch(ON_DEVICE(q, merge_backward, dtype_code(q, "merge_backward"), B * T, H, G, D, k, scale,
                            d.const_data_ptr(), x.const_data_ptr(), key.data.data(), value.data.data(),
@@ -278,11 +294,11 @@ Four experts_forward(const Tensor& x, const Tensor& topk_indices, const Tensor& 
   const int64_t pairs = topk_weights.numel(), E = down_proj.size(0), F = down_proj.size(2);
   Tensor input = ready(x), index = ready(topk_indices), w = ready(topk_weights);
   Tensor gate_up = ready(gate_up_proj), down = ready(down_proj);
-  Tensor order = at::empty({2, pairs}, index.options().dtype(at::kInt)), offsets = at::empty({E}, order.options());
+  Tensor order = fresh({2, pairs}, index.options().dtype(at::kInt)), offsets = fresh({E}, order.options());
   Tensor y, pre;
   if (x.is_cpu() || !pairs) {
-    pre = at::empty({pairs, 2 * F}, x.options());
-    if (!pairs) return {at::empty(x.sizes(), x.options()), order, offsets.zero_(), pre};
+    pre = fresh({pairs, 2 * F}, x.options());
+    if (!pairs) return {fresh(x.sizes(), x.options()), order, offsets.zero_(), pre};
     TORCH_CHECK(mtp_cpu_sort(index.const_data_ptr<int64_t>(), pairs, E, order.mutable_data_ptr<int>(),
                              offsets.mutable_data_ptr<int>()), op, ": an expert index is outside [0, ", E, ")");
     mtp_cpu_experts_forward(dtype_code(x, op), input, w, gate_up, down, order, offsets, y, pre);
@@ -305,11 +321,11 @@ Four experts_backward(const Tensor& dy, const Tensor& x, const Tensor& topk_weig
   GUARD(x);
   Tensor d = ready(dy), input = ready(x), w = ready(topk_weights), h = ready(pre);
   Tensor gate_up = ready(gate_up_proj), down = ready(down_proj);
-  Tensor dx, dw = at::empty(w.sizes(), w.options()), dgate_up, ddown;
+  Tensor dx, dw = fresh(w.sizes(), w.options()), dgate_up, ddown;
   if (x.is_cpu() || !pairs) {
-    dgate_up = at::empty(gate_up.sizes(), gate_up.options());
-    ddown = at::empty(down.sizes(), down.options());
-    if (!pairs) return {at::empty(x.sizes(), x.options()), dw, dgate_up.zero_(), ddown.zero_()};
+    dgate_up = fresh(gate_up.sizes(), gate_up.options());
+    ddown = fresh(down.sizes(), down.options());
+    if (!pairs) return {fresh(x.sizes(), x.options()), dw, dgate_up.zero_(), ddown.zero_()};
     mtp_cpu_experts_backward(dtype_code(x, op), d, input, w, gate_up, down, order, offsets, h, dx, dw, dgate_up, ddown);
   }
 #ifdef MTP_CUDA
