@@ -63,27 +63,26 @@ INLINE void store(double* p, D8 v) { std::memcpy(p, &v, 64); }
 INLINE void store(c10::BFloat16* p, F8 v) { H8 h = to_bfloat16(v); std::memcpy(p, &h, 16); }
 INLINE void store(c10::Half* p, F8 v) { for (int i = 0; i < 8; i++) p[i] = v[i]; }
 
-// Copy n accumulators out. `stream` writes past the cache: outputs larger than it would only evict the inputs, and an
-// ordinary store first reads the line it is about to overwrite (a quarter of the forward's traffic).
-template <class S> INLINE void put(S* p, const acc_t<S>* v, int n, bool stream) {
-  for (int i = 0; i < n; i += 8) {
+// Write 8 results. `stream` writes past the cache: outputs larger than it would only evict the inputs, and an ordinary
+// store first reads the line it is about to overwrite (a quarter of the forward's traffic).
+template <class S> INLINE void put8(S* p, vec_t<S> v, bool stream) {
 #if defined(__SSE2__)
-    if constexpr (std::is_same_v<S, float>) {
-      if (stream) {
-        _mm_stream_ps(p + i, _mm_loadu_ps(v + i));
-        _mm_stream_ps(p + i + 4, _mm_loadu_ps(v + i + 4));
-        continue;
-      }
+  if constexpr (std::is_same_v<S, float>) {
+    if (stream) {
+      typedef float F4 __attribute__((vector_size(16)));
+      _mm_stream_ps(p, (__m128)(F4)__builtin_shufflevector(v, v, 0, 1, 2, 3));
+      _mm_stream_ps(p + 4, (__m128)(F4)__builtin_shufflevector(v, v, 4, 5, 6, 7));
+      return;
     }
-    if constexpr (std::is_same_v<S, c10::BFloat16>) {
-      if (stream) {
-        _mm_stream_si128(reinterpret_cast<__m128i*>(p + i), (__m128i)to_bfloat16(load(v + i)));
-        continue;
-      }
-    }
-#endif
-    store(p + i, load(v + i));
   }
+  if constexpr (std::is_same_v<S, c10::BFloat16>) {
+    if (stream) return _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)to_bfloat16(v));
+  }
+#endif
+  store(p, v);
+}
+template <class S> INLINE void put(S* p, const acc_t<S>* v, int n, bool stream) {
+  for (int i = 0; i < n; i += 8) put8(p + i, load(v + i), stream);
 }
 INLINE void fence() {
 #if defined(__SSE2__)
@@ -118,6 +117,12 @@ INLINE F8 vexp(F8 x) {
   return x < -87.3f ? F8{} : p * (F8)scale;
 }
 
+template <class S> INLINE vec_t<S> load_n(const S* p, int64_t n, acc_t<S> fill) {
+  if (n >= 8) return load(p);
+  vec_t<S> v = vec_t<S>{} + fill;
+  for (int64_t i = 0; i < n; i++) v[i] = (acc_t<S>)p[i];
+  return v;
+}
 template <class S> INLINE const acc_t<S>* stage(const S* p, acc_t<S>* buffer, int n) {
   if constexpr (std::is_same_v<S, acc_t<S>>) {
     return p;
@@ -144,71 +149,96 @@ struct Merge {
   void *const *dks, *const *dvs;
 };
 
-// s[j] = x.y_j for j < K: x is read once, the K sums stay in registers
-template <int K, class S> INLINE void dots(const S* x, const acc_t<S>* const* y, int D, acc_t<S>* s) {
+// s[j step] = x.y_j for j < K: x is read once, the K sums stay in registers
+template <int K, class S> INLINE void dots(const S* x, const acc_t<S>* const* y, int D, acc_t<S>* s, int step) {
   vec_t<S> sum[K] = {};
   for (int d = 0; d < D; d += 8) {
     vec_t<S> a = load(x + d);
     for (int j = 0; j < K; j++) sum[j] += a * load(y[j] + d);
   }
-  for (int j = 0; j < K; j++) s[j] = hsum(sum[j]);
+  for (int j = 0; j < K; j++) s[j * step] = hsum(sum[j]);
 }
-template <class S> INLINE void dots(const S* x, const acc_t<S>* const* y, int k, int D, acc_t<S>* s) {
-  for (int j = 0; j < k; j += BLOCK) {
-    switch (k - j) {
-      case 1: dots<1, S>(x, y + j, D, s + j); break;
-      case 2: dots<2, S>(x, y + j, D, s + j); break;
-      case 3: dots<3, S>(x, y + j, D, s + j); break;
-      default: dots<4, S>(x, y + j, D, s + j);
-    }
+#define BY_BLOCK(k, j, f)           \
+  for (int j = 0; j < k; j += BLOCK) { \
+    switch (k - j) {                \
+      case 1: f(1); break;          \
+      case 2: f(2); break;          \
+      case 3: f(3); break;          \
+      default: f(4);                \
+    }                               \
+  }
+template <class S> INLINE void dots(const S* x, const acc_t<S>* const* y, int k, int D, acc_t<S>* s, int step) {
+#define MTP_BLOCK(K) dots<K, S>(x, y + j, D, s + j * step, step)
+  BY_BLOCK(k, j, MTP_BLOCK)
+#undef MTP_BLOCK
+}
+
+// out = w_0 o_0 + sum_j w_j v_j, in blocks of K; partial sums rest in `sum`
+template <int K, class S>
+INLINE void weigh(const S* o_0, const acc_t<S>* const* value, const acc_t<S>* w, int step, int D, bool first, bool last,
+                  acc_t<S>* sum, S* out, bool stream) {
+  const acc_t<S> w_0 = w[0];
+  for (int d = 0; d < D; d += 8) {
+    vec_t<S> v{};  // weight 0 skips o_0: a fully masked row may hold anything, NaN too
+    if (!first) v = load(sum + d);
+    if (first && w_0 != 0) v = load(o_0 + d) * w_0;
+    for (int j = 0; j < K; j++) v += load(value[j] + d) * w[(j + 1) * step];
+    if (last) put8(out + d, v, stream); else store(sum + d, v);
   }
 }
 
-// In: s[1..k] scores, s[0] = lse_0. Out: s = weights; returns the merged lse.
-template <class A> INLINE A softmax(A* s, int k) {
+// Eight heads at a time, s[j step + h]: in s_0 = lse_0, s_j = scores / scale; out the weights, and the merged lse
+template <class A> INLINE void softmax(A* s, int step, int k, int heads, A scale, A* lse) {
   using V = vec_t<A>;
-  for (int j = k + 1; j < 16; j++) s[j] = -std::numeric_limits<A>::infinity();
-  A top = s[0];
-  for (int j = 1; j <= k; j++) top = std::max(top, s[j]);
-  V lo = vexp(load(s) - top), hi = k > 7 ? vexp(load(s + 8) - top) : lo * 0;
-  A total = hsum(lo + hi);
-  store(s, lo / total);
-  store(s + 8, hi / total);
-  return top + std::log(total);
+  for (int h = 0; h < heads; h += 8) {
+    V top = load(s + h), total{};
+    for (int j = 1; j <= k; j++) {
+      V x = load(s + j * step + h) * scale;
+      store(s + j * step + h, x);
+      top = x > top ? x : top;
+    }
+    for (int j = 0; j <= k; j++) {
+      V e = vexp(load(s + j * step + h) - top);
+      store(s + j * step + h, e);
+      total += e;
+    }
+    for (int j = 0; j <= k; j++) store(s + j * step + h, load(s + j * step + h) / total);
+    for (int i = h; i < std::min(heads, h + 8); i++) lse[i] = top[i - h] + std::log((A)total[i - h]);
+  }
 }
+INLINE int padded(int heads) { return (heads + 7) / 8 * 8; }
 
+// scratch: 2 k D (staged k, v), D, (k + 1) padded heads
 template <class S> CLONES void merge_forward_rows(const Merge& m, int64_t begin, int64_t end, acc_t<S>* scratch) {
   using A = acc_t<S>;
-  const int D = m.D, k = m.k, group = m.H / m.G;
+  const int D = m.D, k = m.k, group = m.H / m.G, step = padded(group);
   const A *key[MAX_K], *value[MAX_K];
-  A s[16], *result = scratch + 2 * k * D;
+  A *sum = scratch + 2 * k * D, *s = sum + D;
   for (int64_t row = begin * m.G; row < end * m.G; row++) {  // row = (b, t, key head)
     for (int j = 0; j < k; j++) {
       key[j] = stage((const S*)m.ks[j] + row * D, scratch + j * D, D);
       value[j] = stage((const S*)m.vs[j] + row * D, scratch + (k + j) * D, D);
     }
-    for (int64_t head = row * group; head < (row + 1) * group; head++) {
-      dots((const S*)m.q + head * D, key, k, D, s + 1);
-      for (int j = 1; j <= k; j++) s[j] *= (A)m.scale;
-      s[0] = ((const A*)m.lse_0)[head];
-      ((A*)m.lse_w)[head] = softmax(s, k);
-      const S* o_0 = (const S*)m.o_0 + head * D;
-      for (int d = 0; d < D; d += 8) {  // weight 0 skips o_0: a fully masked row may hold anything, NaN too
-        vec_t<S> sum = s[0] == 0 ? vec_t<S>{} : load(o_0 + d) * s[0];
-        for (int j = 0; j < k; j++) sum += load(value[j] + d) * s[j + 1];
-        store(result + d, sum);
-      }
-      put((S*)m.out_w + head * D, result, D, m.stream);
+    const S *q = (const S*)m.q + row * group * D, *o_0 = (const S*)m.o_0 + row * group * D;
+    S* out = (S*)m.out_w + row * group * D;
+    std::memcpy(s, (const A*)m.lse_0 + row * group, group * sizeof(A));
+    for (int h = 0; h < group; h++) dots(q + h * D, key, k, D, s + step + h, step);
+    softmax(s, step, k, group, (A)m.scale, (A*)m.lse_w + row * group);
+    for (int h = 0; h < group; h++) {
+#define MTP_BLOCK(K) \
+  weigh<K, S>(o_0 + h * D, value + j, s + j * step + h, step, D, !j, j + K == k, sum, out + h * D, m.stream)
+      BY_BLOCK(k, j, MTP_BLOCK)
+#undef MTP_BLOCK
     }
   }
   fence();
 }
 
 // One block of K cached steps for all query heads of a key head: the gradients of k_j and v_j stay in registers over
-// the heads, that of q adds up over blocks in `dq`. w, ds: [group][16] coefficients, already offset to the block.
+// the heads, that of q adds up over blocks in `dq`. w, ds: coefficients [k][step], already offset to the block.
 template <int K, class A>
 INLINE void merge_backward_block(int D, int group, const A* const* key, const A* const* q, const A* const* dout,
-                                 const A* w, const A* ds, bool first, A* dq, A* const* dk, A* const* dv) {
+                                 const A* w, const A* ds, int step, bool first, A* dq, A* const* dk, A* const* dv) {
   using V = vec_t<A>;
   for (int d = 0; d < D; d += 8) {
     V k[K], sum_k[K] = {}, sum_v[K] = {};
@@ -217,10 +247,10 @@ INLINE void merge_backward_block(int D, int group, const A* const* key, const A*
       V x = load(q[h] + d), y = load(dout[h] + d);
       V sum = first ? V{} : load(dq + h * D + d);
       for (int j = 0; j < K; j++) {
-        A c = ds[h * 16 + j];
+        A c = ds[j * step + h];
         sum += k[j] * c;
         sum_k[j] += x * c;
-        sum_v[j] += y * w[h * 16 + j];
+        sum_v[j] += y * w[j * step + h];
       }
       store(dq + h * D + d, sum);
     }
@@ -231,36 +261,38 @@ INLINE void merge_backward_block(int D, int group, const A* const* key, const A*
   }
 }
 
-// Coefficients of one query head: w_j and ds_j = scale w_j <dout, v_j - out>; writes d o_0, d lse_0 where asked for.
-template <class S> INLINE void merge_coefficients(const Merge& m, int64_t head, const acc_t<S>* q,
-                                                  const acc_t<S>* dout, const acc_t<S>* const* key,
-                                                  const acc_t<S>* const* value, acc_t<S>* w, acc_t<S>* ds,
-                                                  acc_t<S>* buffer) {
-  using A = acc_t<S>;
-  const int D = m.D, k = m.k;
-  A delta, lse = ((const A*)m.lse)[head], *row = buffer;
-  dots<1, S>((const S*)m.out + head * D, &dout, D, &delta);
-  dots(q, key, k, D, w);
-  dots(dout, value, k, D, ds);
-  for (int j = 0; j < k; j++) w[j] = w[j] * (A)m.scale - lse;
-  for (int j = 0; j < k; j += 8) store(w + j, vexp(load(w + j)));
-  for (int j = 0; j < k; j++) ds[j] = (A)m.scale * w[j] * (ds[j] - delta);
-  if (!m.do_0) return;
-  A w_0 = std::exp(((const A*)m.lse_0)[head] - lse), dot = 0;
-  if (w_0 != 0) dots<1, S>((const S*)m.o_0 + head * D, &dout, D, &dot);
-  ((A*)m.dlse_0)[head] = w_0 == 0 ? 0 : w_0 * (dot - delta);
-  for (int d = 0; d < D; d += 8) store(row + d, load(dout + d) * w_0);
-  put((S*)m.do_0 + head * D, row, D, m.stream);
+// From scores and <dout, v_j> to w_j and ds_j = scale w_j <dout, v_j - out>, eight heads at a time
+template <class A>
+INLINE void coefficients(A* w, A* ds, const A* delta, const A* lse, int step, int k, int heads, A scale) {
+  using V = vec_t<A>;
+  for (int h = 0; h < heads; h += 8) {
+    V l = load_n(lse + h, heads - h, A(0)), dot = load(delta + h);
+    for (int j = 0; j < k; j++) {
+      V e = vexp(load(w + j * step + h) * scale - l);
+      store(w + j * step + h, e);
+      store(ds + j * step + h, e * scale * (load(ds + j * step + h) - dot));
+    }
+  }
 }
 
-// scratch: 4 k D (staged and summed k, v), 3 group D (staged q, dout, summed dq), 32 group (coefficients), D
+// d o_0 = w_0 dout and d lse_0 = w_0 <dout, o_0 - out>, w_0 = exp(lse_0 - lse)
+template <class S> INLINE void first_gradients(const Merge& m, int64_t head, const acc_t<S>* dout, acc_t<S> delta) {
+  using A = acc_t<S>;
+  const int D = m.D;
+  A w_0 = std::exp(((const A*)m.lse_0)[head] - ((const A*)m.lse)[head]), dot = 0;
+  if (w_0 != 0) dots<1, S>((const S*)m.o_0 + head * D, &dout, D, &dot, 1);
+  ((A*)m.dlse_0)[head] = w_0 == 0 ? 0 : w_0 * (dot - delta);
+  for (int d = 0; d < D; d += 8) put8((S*)m.do_0 + head * D + d, load(dout + d) * w_0, m.stream);
+}
+
+// scratch: 4 k D (staged and summed k, v), 3 group D (staged q, dout, summed dq), (2 k + 1) padded heads
 template <class S> CLONES void merge_backward_rows(const Merge& m, int64_t begin, int64_t end, acc_t<S>* scratch,
                                                    const acc_t<S>** pointers) {
   using A = acc_t<S>;
-  const int D = m.D, k = m.k, group = m.H / m.G;
+  const int D = m.D, k = m.k, group = m.H / m.G, step = padded(group);
   const A *key[MAX_K], *value[MAX_K], **q = pointers, **dout = pointers + group;
   A *dk[MAX_K], *dv[MAX_K], *heads = scratch + 4 * k * D, *dq = heads + 2 * group * D, *w = dq + group * D;
-  A *ds = w + 16 * group, *spare = ds + 16 * group;
+  A *ds = w + k * step, *delta = ds + k * step;
   for (int j = 0; j < k; j++) dk[j] = scratch + (2 * k + j) * D, dv[j] = scratch + (3 * k + j) * D;
   for (int64_t row = begin * m.G; row < end * m.G; row++) {
     for (int j = 0; j < k; j++) {
@@ -271,18 +303,16 @@ template <class S> CLONES void merge_backward_rows(const Merge& m, int64_t begin
       int64_t head = row * group + h;
       q[h] = stage((const S*)m.q + head * D, heads + 2 * h * D, D);
       dout[h] = stage((const S*)m.dout + head * D, heads + (2 * h + 1) * D, D);
-      merge_coefficients<S>(m, head, q[h], dout[h], key, value, w + 16 * h, ds + 16 * h, spare);
+      dots<1, S>((const S*)m.out + head * D, &dout[h], D, delta + h, 1);
+      dots(q[h], key, k, D, w + h, step);
+      dots(dout[h], value, k, D, ds + h, step);
+      if (m.do_0) first_gradients<S>(m, head, dout[h], delta[h]);
     }
-    for (int j = 0; j < k; j += BLOCK) {
-#define MTP_BLOCK(K) merge_backward_block<K, A>(D, group, key + j, q, dout, w + j, ds + j, !j, dq, dk + j, dv + j)
-      switch (k - j) {
-        case 1: MTP_BLOCK(1); break;
-        case 2: MTP_BLOCK(2); break;
-        case 3: MTP_BLOCK(3); break;
-        default: MTP_BLOCK(4);
-      }
+    coefficients(w, ds, delta, (const A*)m.lse + row * group, step, k, group, (A)m.scale);
+#define MTP_BLOCK(K)                                                                                         \
+  merge_backward_block<K, A>(D, group, key + j, q, dout, w + j * step, ds + j * step, step, !j, dq, dk + j, dv + j)
+    BY_BLOCK(k, j, MTP_BLOCK)
 #undef MTP_BLOCK
-    }
     put((S*)m.dq + row * group * D, dq, group * D, m.stream);
     for (int j = 0; j < k; j++) put((S*)m.dks[j] + row * D, dk[j], D, m.stream);
     for (int j = 0; j < k; j++) put((S*)m.dvs[j] + row * D, dv[j], D, m.stream);
@@ -304,13 +334,6 @@ constexpr int64_t STREAM_BYTES = 8 << 20;  // smaller outputs are better left in
 // draft <- coeff ((ce_weight + kl_weight) q - kl_weight p - ce_weight [y]). Logits [R, V]; ties go to the lowest index.
 // Bytes: s R V (2 + 2 + 1), the second read mostly from cache.
 template <class A> struct Stats { A top, sum; int64_t index; };
-
-template <class S> INLINE vec_t<S> load_n(const S* p, int64_t n, acc_t<S> fill) {
-  if (n >= 8) return load(p);
-  vec_t<S> v = vec_t<S>{} + fill;
-  for (int64_t i = 0; i < n; i++) v[i] = (acc_t<S>)p[i];
-  return v;
-}
 
 // Top, its first index and sum exp(x - top), one read: blocks of 512 logits sit in L1 while their top is looked for
 template <class S> INLINE Stats<acc_t<S>> row_stats(const S* x, int64_t V) {
@@ -564,7 +587,7 @@ int mtp_cpu_merge_forward(int dtype, int64_t rows, int64_t H, int64_t G, int64_t
     Merge m{H, G, D, k, scale, rows * H * D * (int64_t)sizeof(S) > STREAM_BYTES, o_0, lse_0, q, {}, {}, {}, ks, vs};
     m.out_w = out, m.lse_w = lse;
     at::parallel_for(0, rows, grain(H * D), [&](int64_t begin, int64_t end) {
-      std::vector<acc_t<S>> scratch((2 * k + 1) * D);
+      std::vector<acc_t<S>> scratch((2 * k + 1) * D + (k + 1) * padded(H / G));
       merge_forward_rows<S>(m, begin, end, scratch.data());
     });
   });
@@ -579,7 +602,7 @@ int mtp_cpu_merge_backward(int dtype, int64_t rows, int64_t H, int64_t G, int64_
     Merge m{H, G, D, k, scale, rows * H * D * (int64_t)sizeof(S) > STREAM_BYTES, o_0, lse_0, q, dout, out, lse, ks, vs};
     m.dq = dq, m.do_0 = do_0, m.dlse_0 = dlse_0, m.dks = dks, m.dvs = dvs;
     at::parallel_for(0, rows, grain(H * D), [&](int64_t begin, int64_t end) {
-      std::vector<acc_t<S>> scratch(4 * k * D + H / G * (3 * D + 32) + D);
+      std::vector<acc_t<S>> scratch(4 * k * D + H / G * 3 * D + (2 * k + 1) * padded(H / G));
       std::vector<const acc_t<S>*> pointers(2 * H / G);
       merge_backward_rows<S>(m, begin, end, scratch.data(), pointers.data());
     });
