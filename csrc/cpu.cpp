@@ -33,6 +33,7 @@ namespace {
 
 typedef float F8 __attribute__((vector_size(32)));
 typedef double D8 __attribute__((vector_size(64)));
+typedef float F16 __attribute__((vector_size(64)));
 typedef uint32_t U8 __attribute__((vector_size(32)));
 typedef int32_t I8 __attribute__((vector_size(32)));
 typedef uint16_t H8 __attribute__((vector_size(16)));
@@ -42,6 +43,7 @@ template <class S> using acc_t = typename Acc<S>::type;
 template <class S> using vec_t = typename Acc<S>::vec;
 
 INLINE F8 load(const float* p) { F8 v; std::memcpy(&v, p, 32); return v; }
+template <class V> INLINE V load_as(const void* p) { V v; std::memcpy(&v, p, sizeof(V)); return v; }
 INLINE D8 load(const double* p) { D8 v; std::memcpy(&v, p, 64); return v; }
 INLINE F8 load(const c10::BFloat16* p) {
   H8 h;
@@ -236,29 +238,45 @@ template <class S> CLONES void merge_forward_rows(const Merge& m, int64_t begin,
 
 // One block of K cached steps for all query heads of a key head: the gradients of k_j and v_j stay in registers over
 // the heads, that of q adds up over blocks in `dq`. w, ds: coefficients [k][step], already offset to the block.
-template <int K, class A>
+template <int K, class V, class A>
 INLINE void merge_backward_block(int D, int group, const A* const* key, const A* const* q, const A* const* dout,
                                  const A* w, const A* ds, int step, bool first, A* dq, A* const* dk, A* const* dv) {
-  using V = vec_t<A>;
-  for (int d = 0; d < D; d += 8) {
+  for (int d = 0; d < D; d += sizeof(V) / sizeof(A)) {
     V k[K], sum_k[K] = {}, sum_v[K] = {};
-    for (int j = 0; j < K; j++) k[j] = load(key[j] + d);
+    for (int j = 0; j < K; j++) k[j] = load_as<V>(key[j] + d);
     for (int h = 0; h < group; h++) {
-      V x = load(q[h] + d), y = load(dout[h] + d);
-      V sum = first ? V{} : load(dq + h * D + d);
+      V x = load_as<V>(q[h] + d), y = load_as<V>(dout[h] + d), sum{};
+      if (!first) sum = load_as<V>(dq + h * D + d);
       for (int j = 0; j < K; j++) {
         A c = ds[j * step + h];
         sum += k[j] * c;
         sum_k[j] += x * c;
         sum_v[j] += y * w[j * step + h];
       }
-      store(dq + h * D + d, sum);
+      std::memcpy(dq + h * D + d, &sum, sizeof(V));
     }
     for (int j = 0; j < K; j++) {
-      store(dk[j] + d, sum_k[j]);
-      store(dv[j] + d, sum_v[j]);
+      std::memcpy(dk[j] + d, &sum_k[j], sizeof(V));
+      std::memcpy(dv[j] + d, &sum_v[j], sizeof(V));
     }
   }
+}
+
+// s_j = q.k_j, a_j = dout.v_j and, once, delta = dout.out in one pass: seven chains of additions hide each other
+template <int K, class S>
+INLINE void backward_dots(const acc_t<S>* q, const acc_t<S>* dout, const S* out, const acc_t<S>* const* key,
+                          const acc_t<S>* const* value, int D, int step, acc_t<S>* s, acc_t<S>* a, acc_t<S>* delta) {
+  vec_t<S> sum_s[K] = {}, sum_a[K] = {}, sum{};
+  for (int d = 0; d < D; d += 8) {
+    vec_t<S> x = load(q + d), y = load(dout + d);
+    sum += y * load(out + d);
+    for (int j = 0; j < K; j++) {
+      sum_s[j] += x * load(key[j] + d);
+      sum_a[j] += y * load(value[j] + d);
+    }
+  }
+  for (int j = 0; j < K; j++) s[j * step] = hsum(sum_s[j]), a[j * step] = hsum(sum_a[j]);
+  *delta = hsum(sum);
 }
 
 // From scores and <dout, v_j> to w_j and ds_j = scale w_j <dout, v_j - out>, eight heads at a time
@@ -289,6 +307,8 @@ template <class S> INLINE void first_gradients(const Merge& m, int64_t head, con
 template <class S> CLONES void merge_backward_rows(const Merge& m, int64_t begin, int64_t end, acc_t<S>* scratch,
                                                    const acc_t<S>** pointers) {
   using A = acc_t<S>;
+  using V = vec_t<S>;
+  using W = std::conditional_t<std::is_same_v<A, float>, F16, D8>;
   const int D = m.D, k = m.k, group = m.H / m.G, step = padded(group);
   const A *key[MAX_K], *value[MAX_K], **q = pointers, **dout = pointers + group;
   A *dk[MAX_K], *dv[MAX_K], *heads = scratch + 4 * k * D, *dq = heads + 2 * group * D, *w = dq + group * D;
@@ -303,14 +323,19 @@ template <class S> CLONES void merge_backward_rows(const Merge& m, int64_t begin
       int64_t head = row * group + h;
       q[h] = stage((const S*)m.q + head * D, heads + 2 * h * D, D);
       dout[h] = stage((const S*)m.dout + head * D, heads + (2 * h + 1) * D, D);
-      dots<1, S>((const S*)m.out + head * D, &dout[h], D, delta + h, 1);
-      dots(q[h], key, k, D, w + h, step);
-      dots(dout[h], value, k, D, ds + h, step);
+#define MTP_BLOCK(K)                                                                                            \
+  backward_dots<K, S>(q[h], dout[h], (const S*)m.out + head * D, key + j, value + j, D, step, w + j * step + h, \
+                      ds + j * step + h, delta + h)
+      BY_BLOCK(k, j, MTP_BLOCK)
+#undef MTP_BLOCK
       if (m.do_0) first_gradients<S>(m, head, dout[h], delta[h]);
     }
     coefficients(w, ds, delta, (const A*)m.lse + row * group, step, k, group, (A)m.scale);
-#define MTP_BLOCK(K)                                                                                         \
-  merge_backward_block<K, A>(D, group, key + j, q, dout, w + j * step, ds + j * step, step, !j, dq, dk + j, dv + j)
+#define MTP_BLOCK(K)                                                                                                \
+  if (D % 16 == 0)                                                                                           \
+    merge_backward_block<K, W, A>(D, group, key + j, q, dout, w + j * step, ds + j * step, step, !j, dq, dk + j, dv + j); \
+  else                                                                                                              \
+    merge_backward_block<K, V, A>(D, group, key + j, q, dout, w + j * step, ds + j * step, step, !j, dq, dk + j, dv + j)
     BY_BLOCK(k, j, MTP_BLOCK)
 #undef MTP_BLOCK
     put((S*)m.dq + row * group * D, dq, group * D, m.stream);
