@@ -156,8 +156,10 @@ template <int K, class S> INLINE void dots(const S* x, const acc_t<S>* const* y,
   vec_t<S> sum[K] = {};
   for (int d = 0; d < D; d += 8) {
     vec_t<S> a = load(x + d);
+#pragma GCC unroll 4
     for (int j = 0; j < K; j++) sum[j] += a * load(y[j] + d);
   }
+#pragma GCC unroll 4
   for (int j = 0; j < K; j++) s[j * step] = hsum(sum[j]);
 }
 #define BY_BLOCK(k, j, f)           \
@@ -184,6 +186,7 @@ INLINE void weigh(const S* o_0, const acc_t<S>* const* value, const acc_t<S>* w,
     vec_t<S> v{};  // weight 0 skips o_0: a fully masked row may hold anything, NaN too
     if (!first) v = load(sum + d);
     if (first && w_0 != 0) v = load(o_0 + d) * w_0;
+#pragma GCC unroll 4
     for (int j = 0; j < K; j++) v += load(value[j] + d) * w[(j + 1) * step];
     if (last) put8(out + d, v, stream); else store(sum + d, v);
   }
@@ -243,10 +246,12 @@ INLINE void merge_backward_block(int D, int group, const A* const* key, const A*
                                  const A* w, const A* ds, int step, bool first, A* dq, A* const* dk, A* const* dv) {
   for (int d = 0; d < D; d += sizeof(V) / sizeof(A)) {
     V k[K], sum_k[K] = {}, sum_v[K] = {};
+#pragma GCC unroll 4
     for (int j = 0; j < K; j++) k[j] = load_as<V>(key[j] + d);
     for (int h = 0; h < group; h++) {
       V x = load_as<V>(q[h] + d), y = load_as<V>(dout[h] + d), sum{};
       if (!first) sum = load_as<V>(dq + h * D + d);
+#pragma GCC unroll 4
       for (int j = 0; j < K; j++) {
         A c = ds[j * step + h];
         sum += k[j] * c;
@@ -255,6 +260,7 @@ INLINE void merge_backward_block(int D, int group, const A* const* key, const A*
       }
       std::memcpy(dq + h * D + d, &sum, sizeof(V));
     }
+#pragma GCC unroll 4
     for (int j = 0; j < K; j++) {
       std::memcpy(dk[j] + d, &sum_k[j], sizeof(V));
       std::memcpy(dv[j] + d, &sum_v[j], sizeof(V));
@@ -270,11 +276,13 @@ INLINE void backward_dots(const acc_t<S>* q, const acc_t<S>* dout, const S* out,
   for (int d = 0; d < D; d += 8) {
     vec_t<S> x = load(q + d), y = load(dout + d);
     sum += y * load(out + d);
+#pragma GCC unroll 4
     for (int j = 0; j < K; j++) {
       sum_s[j] += x * load(key[j] + d);
       sum_a[j] += y * load(value[j] + d);
     }
   }
+#pragma GCC unroll 4
   for (int j = 0; j < K; j++) s[j * step] = hsum(sum_s[j]), a[j * step] = hsum(sum_a[j]);
   *delta = hsum(sum);
 }
