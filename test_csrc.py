@@ -5,7 +5,7 @@
     python test_csrc.py --bench [moe merge loss]     tables: ours, peers, floors, both malloc settings
     python test_csrc.py --gpu [out.json]       on a GPU: checks, compute-sanitizer, timings against floors
 
-The rule for every kernel and dtype: its error against float64 is at most twice PyTorch's own in the same dtype.
+The rule for every kernel and dtype: its error against float64 is at most twice PyTorch's own in that dtype.
 """
 
 import ctypes
@@ -34,7 +34,9 @@ except ImportError as error:
 HERE = pathlib.Path(__file__).resolve().parent
 CUDA = mtp_kernels is not None and mtp_kernels.cuda and torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs_kernels = pytest.mark.skipif(mtp_kernels is None, reason="build them: python setup.py build_ext --inplace")
+needs_kernels = pytest.mark.skipif(
+    mtp_kernels is None, reason="build them: python setup.py build_ext --inplace"
+)
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a GPU and kernels built for it")]
 
 
@@ -42,15 +44,17 @@ def wide(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-# ---- references --------------------------------------------------------------------------------------------------
+# ---- references ------------------------------------------------------------------------------------------
 def merge_ref(o_0, lse_0, q, ks, vs, scale):
-    """Attention over the k cached keys of the own row, merged into (o_0, lse_0). (B, T, H, D), kv (B, T, G, D)."""
+    """Attention over k cached keys of the own row, merged into (o_0, lse_0). (B, T, H, D), kv (B, T, G, D)."""
     group = q.shape[2] // ks[0].shape[2]
     k, v = (torch.stack([x.repeat_interleave(group, 2) for x in xs]) for xs in (ks, vs))
     s = torch.cat([lse_0[None], (q * k).sum(-1).to(lse_0.dtype) * scale])
     lse = torch.logsumexp(s, 0)
     w = torch.exp(s - lse)[..., None]
-    out = torch.where(w[0] == 0, torch.zeros_like(o_0), w[0].to(q.dtype) * o_0) + (w[1:].to(q.dtype) * v).sum(0)
+    out = torch.where(w[0] == 0, torch.zeros_like(o_0), w[0].to(q.dtype) * o_0) + (w[1:].to(q.dtype) * v).sum(
+        0
+    )
     return out, lse
 
 
@@ -86,7 +90,7 @@ def experts_ref(x, topk_indices, topk_weights, gate_up_proj, down_proj):
 
 
 def loss_rows_ref(teacher, draft, coeff, ce_weight, kl_weight):
-    """(ce, kl, argmax teacher, argmax draft) per row; the gradient of coeff (ce_weight ce + kl_weight kl) -> draft."""
+    """(ce, kl, argmax teacher, argmax draft) per row; draft <- gradient of coeff (ce_weight ce + kl_weight kl)."""
     t, d = teacher.to(coeff.dtype), draft.to(coeff.dtype)
     log_p, log_q = t.log_softmax(-1), d.log_softmax(-1)
     p, gold, choice = log_p.exp(), t.argmax(-1), d.argmax(-1)
@@ -97,7 +101,7 @@ def loss_rows_ref(teacher, draft, coeff, ce_weight, kl_weight):
     return -log_q.gather(1, gold[:, None])[:, 0], kl, gold, choice
 
 
-# ---- three ways to call the kernels --------------------------------------------------------------------------------
+# ---- three ways to call the kernels ----------------------------------------------------------------------
 class Compiled:
     """The ops as mtp.py calls them, on one device."""
 
@@ -128,7 +132,16 @@ def build(folder, flags=(), edits=(), name="emulated", driver=None):
     path, out = pathlib.Path(folder) / f"{name}.cpp", pathlib.Path(folder) / name
     path.write_text(source + (driver or ""))
     kind = [] if driver else ["-shared", "-fPIC"]
-    command = ["g++", "-std=c++20", "-g", "-DMTP_EMULATE", f"-I{HERE / 'csrc'}", "-Wno-unknown-pragmas", *kind, *flags]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-g",
+        "-DMTP_EMULATE",
+        f"-I{HERE / 'csrc'}",
+        "-Wno-unknown-pragmas",
+        *kind,
+        *flags,
+    ]
     done = subprocess.run([*command, str(path), "-o", str(out), "-pthread"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return out
@@ -141,7 +154,7 @@ def pointer(x):
 
 
 def grouped_mm(rows, weights, offsets):
-    """What at::_grouped_mm computes; unwritten groups (empty experts) are left as NaN, as a GEMM may leave them."""
+    """What at::_grouped_mm computes; groups without rows are left as NaN, as a GEMM may leave them."""
     ends = offsets.tolist()
     spans = list(zip([0, *ends], ends))
     if weights.dim() == 3:
@@ -152,6 +165,7 @@ def grouped_mm(rows, weights, offsets):
 
 class Emulated:
     """The CUDA launchers from the emulated library, composed as bind.cpp composes them."""
+
     device = "cpu"
 
     def __init__(self, library, order=0):
@@ -169,16 +183,56 @@ class Emulated:
     def merge(self, o_0, lse_0, q, ks, vs, scale):
         B, T, H, D = q.shape
         out, lse = torch.empty_like(q), torch.empty_like(lse_0)
-        self.call("merge_forward", DTYPES.index(q.dtype), B * T, H, ks[0].shape[2], D, len(ks), scale, o_0, lse_0, q,
-                  ks, vs, out, lse)
+        self.call(
+            "merge_forward",
+            DTYPES.index(q.dtype),
+            B * T,
+            H,
+            ks[0].shape[2],
+            D,
+            len(ks),
+            scale,
+            o_0,
+            lse_0,
+            q,
+            ks,
+            vs,
+            out,
+            lse,
+        )
         return out, lse
 
     def merge_backward(self, dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
         B, T, H, D = q.shape
-        dq, dks, dvs = torch.empty_like(q), [torch.empty_like(k) for k in ks], [torch.empty_like(v) for v in vs]
+        dq, dks, dvs = (
+            torch.empty_like(q),
+            [torch.empty_like(k) for k in ks],
+            [torch.empty_like(v) for v in vs],
+        )
         first = () if o_0 is None else (torch.empty_like(q), torch.empty_like(lse))
-        self.call("merge_backward", DTYPES.index(q.dtype), B * T, H, ks[0].shape[2], D, len(ks), scale, dout, q, ks, vs,
-                  out, lse, o_0, lse_0, dq, dks, dvs, *(first or (None, None)), torch.empty_like(q, dtype=lse.dtype))
+        self.call(
+            "merge_backward",
+            DTYPES.index(q.dtype),
+            B * T,
+            H,
+            ks[0].shape[2],
+            D,
+            len(ks),
+            scale,
+            dout,
+            q,
+            ks,
+            vs,
+            out,
+            lse,
+            o_0,
+            lse_0,
+            dq,
+            dks,
+            dvs,
+            *(first or (None, None)),
+            torch.empty_like(q, dtype=lse.dtype),
+        )
         return dq, dks, dvs, *first
 
     def experts(self, dy, x, index, w, gate_up, down):
@@ -186,8 +240,9 @@ class Emulated:
         pairs, new = N * A, lambda *shape: torch.full(shape, float("nan"), dtype=x.dtype)
         order, offsets = torch.empty(2, pairs, dtype=torch.int32), torch.empty(E, dtype=torch.int32)
         self.call("sort", index, pairs, E, order, offsets, torch.empty(E * 257, dtype=torch.int32))
-        xs, dys, a, y, dx, dh = (new(*s) for s in [(pairs, C)] * 2 + [(pairs, width)] + [(N, C)] * 2
-                                 + [(pairs, 2 * width)])
+        xs, dys, a, y, dx, dh = (
+            new(*s) for s in [(pairs, C)] * 2 + [(pairs, width)] + [(N, C)] * 2 + [(pairs, 2 * width)]
+        )
         self.call("gather", code, x, order, pairs, A, C, xs)
         pre = grouped_mm(xs, gate_up.transpose(1, 2), offsets)
         self.call("act", code, pre, pairs, width, a)
@@ -204,8 +259,20 @@ class Emulated:
     def loss_rows(self, teacher, draft, coeff, ce_weight, kl_weight):
         ce, kl = torch.empty_like(coeff), torch.empty_like(coeff)
         t, d = torch.empty(len(coeff), dtype=torch.int64), torch.empty(len(coeff), dtype=torch.int64)
-        self.call("loss_rows", DTYPES.index(draft.dtype), *draft.shape, teacher, draft, coeff, ce_weight, kl_weight, ce,
-                  kl, t, d)
+        self.call(
+            "loss_rows",
+            DTYPES.index(draft.dtype),
+            *draft.shape,
+            teacher,
+            draft,
+            coeff,
+            ce_weight,
+            kl_weight,
+            ce,
+            kl,
+            t,
+            d,
+        )
         return ce, kl, t, d
 
 
@@ -230,18 +297,20 @@ WAYS = ["cpu", "emulated", pytest.param("cuda", marks=gpu)]
 CPU_OR_GPU = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
-# ---- the twice-PyTorch rule ------------------------------------------------------------------------------------------
+# ---- the twice-PyTorch rule ------------------------------------------------------------------------------
 def flatten(xs):
     return [t for x in xs for t in (flatten(x) if isinstance(x, (list, tuple)) else [x])]
 
 
 def to(xs, f):
-    return [to(x, f) if isinstance(x, (list, tuple)) else f(x) if isinstance(x, torch.Tensor) else x for x in xs]
+    return [
+        to(x, f) if isinstance(x, (list, tuple)) else f(x) if isinstance(x, torch.Tensor) else x for x in xs
+    ]
 
 
 def check_twice(runs, dtype):
-    """runs: (ours, PyTorch's, float64's outputs) per seed. RMS error against float64 at most twice PyTorch's; where
-    PyTorch's few numbers are exact by luck, 4 fp32 roundings. Lists (dks) count as one output, integers are equal."""
+    """runs: (ours, PyTorch's, float64's outputs) per seed. RMS error against float64 at most twice PyTorch's;
+    where PyTorch's few numbers are exact by luck, 4 fp32 roundings. Lists count as one output, integers match."""
     joined = lambda x: torch.cat([t.flatten() for t in x]) if isinstance(x, (list, tuple)) else x
     for i, outputs in enumerate(zip(*[zip(*run, strict=True) for run in runs])):
         mine = torchs = size = 0.0
@@ -256,7 +325,9 @@ def check_twice(runs, dtype):
             torchs += (b.double() - e).square().sum().item()
             size += e.square().sum().item()
         bound = max(2 * torchs**0.5, 4 * torch.finfo(torch.float32).eps * size**0.5)
-        assert mine**0.5 <= bound, f"output {i}: error {mine**.5:.3g}, PyTorch's {torchs**.5:.3g}, size {size**.5:.3g}"
+        assert mine**0.5 <= bound, (
+            f"output {i}: error {mine**0.5:.3g}, PyTorch's {torchs**0.5:.3g}, size {size**0.5:.3g}"
+        )
 
 
 def double(x):
@@ -277,8 +348,17 @@ def run_twice(kernel, ref, make, dtype, device):
 
 
 MERGE_SHAPES = [  # B, T, H, G, D, k
-    (1, 1, 1, 1, 8, 1), (2, 5, 6, 2, 24, 2), (1, 33, 8, 2, 128, 3), (1, 9, 12, 3, 64, 4), (2, 3, 5, 5, 40, 5),
-    (1, 7, 8, 1, 16, 7), (1, 5, 4, 2, 256, 8), (1, 4, 4, 4, 136, 15), (1, 0, 2, 1, 16, 2), (3, 2, 16, 1, 72, 6)]
+    (1, 1, 1, 1, 8, 1),
+    (2, 5, 6, 2, 24, 2),
+    (1, 33, 8, 2, 128, 3),
+    (1, 9, 12, 3, 64, 4),
+    (2, 3, 5, 5, 40, 5),
+    (1, 7, 8, 1, 16, 7),
+    (1, 5, 4, 2, 256, 8),
+    (1, 4, 4, 4, 136, 15),
+    (1, 0, 2, 1, 16, 2),
+    (3, 2, 16, 1, 72, 6),
+]
 
 
 def merge_inputs(B, T, H, G, D, k, dtype, masked=True, seed=0):
@@ -306,22 +386,42 @@ def test_merge(shape, dtype, how):
         return [dout, q, ks, vs, out, lse, scale, *((o_0, lse_0) if first else ())]
 
     for first in (False, True):
-        run_twice(kernel.merge_backward, merge_backward_ref, lambda seed: backward_inputs(seed, first), dtype,
-                  kernel.device)
+        run_twice(
+            kernel.merge_backward,
+            merge_backward_ref,
+            lambda seed: backward_inputs(seed, first),
+            dtype,
+            kernel.device,
+        )
 
 
 EXPERT_SHAPES = [  # N, C, A, E, F
-    (37, 24, 3, 5, 16), (1, 8, 1, 1, 8), (0, 16, 2, 4, 8), (150, 16, 16, 20, 8), (65, 32, 2, 512, 24),
-    (600, 8, 4, 7, 8), (40, 64, 6, 8, 264)]
+    (37, 24, 3, 5, 16),
+    (1, 8, 1, 1, 8),
+    (0, 16, 2, 4, 8),
+    (150, 16, 16, 20, 8),
+    (65, 32, 2, 512, 24),
+    (600, 8, 4, 7, 8),
+    (40, 64, 6, 8, 264),
+]
 
 
 def expert_inputs(N, C, A, E, width, dtype, routing="random", seed=0):
     torch.manual_seed(seed)
     index = torch.rand(N, E).topk(A, -1)[1]
-    if routing == "one":  # every token's first choice is expert 0, the rest are the last experts: most are empty
+    if (
+        routing == "one"
+    ):  # every token's first choice is expert 0, the rest are the last experts: most are empty
         index = torch.arange(A).neg().remainder(E).expand(N, A).clone()
     x, dy, w = torch.randn(N, C).to(dtype), torch.randn(N, C).to(dtype), torch.rand(N, A).to(wide(dtype))
-    return dy, x, index, w, torch.randn(E, 2 * width, C).div(C**0.5).to(dtype), torch.randn(E, C, width).to(dtype)
+    return (
+        dy,
+        x,
+        index,
+        w,
+        torch.randn(E, 2 * width, C).div(C**0.5).to(dtype),
+        torch.randn(E, C, width).to(dtype),
+    )
 
 
 def experts_with_gradients(dy, x, index, w, gate_up, down):
@@ -338,22 +438,32 @@ def test_experts(shape, routing, dtype, how):
     kernel = kernels(how)
     if how == "emulated" and not shape[0]:
         pytest.skip("N = 0 never reaches a launch")
-    run_twice(kernel.experts, experts_with_gradients,
-              lambda seed: expert_inputs(*shape, dtype, routing, seed), dtype, kernel.device)
+    run_twice(
+        kernel.experts,
+        experts_with_gradients,
+        lambda seed: expert_inputs(*shape, dtype, routing, seed),
+        dtype,
+        kernel.device,
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("C, width", [(7, 5), (20, 12), (9, 33)])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_experts_odd_widths_on_cpu(C, width, dtype):
-    run_twice(Compiled("cpu").experts, experts_with_gradients,
-              lambda seed: expert_inputs(31, C, 2, 4, width, dtype, seed=seed), dtype, "cpu")
+    run_twice(
+        Compiled("cpu").experts,
+        experts_with_gradients,
+        lambda seed: expert_inputs(31, C, 2, 4, width, dtype, seed=seed),
+        dtype,
+        "cpu",
+    )
 
 
 def loss_inputs(R, V, dtype, spread=3.0, seed=0):
     torch.manual_seed(seed)
     teacher, draft = (torch.randn(R, V).mul(spread).to(dtype) for _ in range(2))
-    teacher[0, V // 2:] = teacher[0].max()  # ties: the lowest index wins
+    teacher[0, V // 2 :] = teacher[0].max()  # ties: the lowest index wins
     if R > 2 and V > 20:
         teacher[1, :9] = -torch.inf  # a padded vocabulary
     return teacher, draft, torch.arange(R).to(wide(dtype)) / R, 0.7, 1.3
@@ -363,6 +473,7 @@ def loss_and_gradient(kernel):
     def run(teacher, draft, *rest):
         result = kernel(teacher, draft, *rest)
         return draft, *result
+
     return run
 
 
@@ -371,8 +482,13 @@ def loss_and_gradient(kernel):
 @pytest.mark.parametrize("R, V", [(3, 37), (1, 1), (5, 1000), (2, 1003), (2, 8192)])
 def test_loss_rows(R, V, dtype, how):
     kernel = kernels(how)
-    run_twice(loss_and_gradient(kernel.loss_rows), loss_and_gradient(loss_rows_ref),
-              lambda seed: loss_inputs(R, V, dtype, seed=seed), dtype, kernel.device)
+    run_twice(
+        loss_and_gradient(kernel.loss_rows),
+        loss_and_gradient(loss_rows_ref),
+        lambda seed: loss_inputs(R, V, dtype, seed=seed),
+        dtype,
+        kernel.device,
+    )
 
 
 def every_output(kernel, dtype):
@@ -398,7 +514,7 @@ def test_emulated_thread_order_changes_no_bit(dtype):
         assert all(torch.equal(a, b) for a, b in zip(first, every_output(kernel, dtype), strict=True))
 
 
-# ---- gradients, tracing, refusals, determinism -------------------------------------------------------------------------
+# ---- gradients, tracing, refusals, determinism -----------------------------------------------------------
 def merge_op(o_0, lse_0, q, scale, *kv):
     k = len(kv) // 2
     return torch.ops.mtp_kernels.merge(o_0, lse_0, q, kv[:k], kv[k:], scale)[0]
@@ -421,11 +537,17 @@ def test_float64_matches_the_references():
     torch.testing.assert_close(Compiled("cpu").merge(*inputs), merge_ref(*inputs), rtol=1e-12, atol=1e-12)
     o_0, lse_0, q, ks, vs, scale = inputs
     args = dout, q, ks, vs, *merge_ref(*inputs), scale, o_0, lse_0
-    torch.testing.assert_close(flatten(Compiled("cpu").merge_backward(*args)), flatten(merge_backward_ref(*args)),
-                               rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        flatten(Compiled("cpu").merge_backward(*args)),
+        flatten(merge_backward_ref(*args)),
+        rtol=1e-11,
+        atol=1e-12,
+    )
     teacher, draft, *rest = loss_inputs(4, 77, torch.float64)
-    ours, theirs = (loss_and_gradient(f)(teacher, draft.clone(), *rest) for f in (Compiled("cpu").loss_rows,
-                                                                                   loss_rows_ref))
+    ours, theirs = (
+        loss_and_gradient(f)(teacher, draft.clone(), *rest)
+        for f in (Compiled("cpu").loss_rows, loss_rows_ref)
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
@@ -446,7 +568,9 @@ def test_opcheck(device):
     x, index, w, gate_up, down = rest
     _, order, offsets, pre = ops.experts_forward(*rest)
     torch.library.opcheck(ops.experts_backward.default, (dy, x, w, gate_up, down, order, offsets, pre))
-    torch.library.opcheck(ops.loss_rows.default, tuple(to(loss_inputs(3, 37, torch.float32), lambda t: t.to(device))))
+    torch.library.opcheck(
+        ops.loss_rows.default, tuple(to(loss_inputs(3, 37, torch.float32), lambda t: t.to(device)))
+    )
 
 
 @needs_kernels
@@ -455,7 +579,9 @@ def test_same_bits_every_run(device):
     for dtype in DTYPES:
         first = every_output(Compiled(device), dtype)
         for _ in range(2):
-            assert all(torch.equal(a, b) for a, b in zip(first, every_output(Compiled(device), dtype), strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(first, every_output(Compiled(device), dtype), strict=True)
+            )
 
 
 @needs_kernels
@@ -464,8 +590,14 @@ def test_thread_count_changes_no_bit_of_merge_and_loss():
         *inputs, dout = merge_inputs(1, 200, 8, 2, 64, 3, torch.bfloat16)
         out, lse = kernels("cpu").merge(*inputs)
         grads = kernels("cpu").merge_backward(dout, *inputs[2:5], out, lse, *inputs[5:], *inputs[:2])
-        return flatten([out, lse, grads, loss_and_gradient(kernels("cpu").loss_rows)(*loss_inputs(40, 1000,
-                                                                                                torch.bfloat16))])
+        return flatten(
+            [
+                out,
+                lse,
+                grads,
+                loss_and_gradient(kernels("cpu").loss_rows)(*loss_inputs(40, 1000, torch.bfloat16)),
+            ]
+        )
 
     threads, many = torch.get_num_threads(), run()
     try:
@@ -528,14 +660,16 @@ def test_no_wide_tensor_is_saved_for_backward():
     dy, x, index, w, gate_up, down = expert_inputs(64, 32, 4, 8, 16, torch.float32)
     saved, inputs = [], {t.data_ptr() for t in (x, w, gate_up, down)}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        torch.ops.mtp_kernels.experts_forward(*(t.requires_grad_(t.is_floating_point()) for t in (x, index, w, gate_up,
-                                                                                                  down)))
+        torch.ops.mtp_kernels.experts_forward(
+            *(t.requires_grad_(t.is_floating_point()) for t in (x, index, w, gate_up, down))
+        )
     extra = sum(t.nbytes for t in saved if t.data_ptr() not in inputs)
     assert extra == 64 * 4 * (2 * 16 * 4 + 2 * 4) + 8 * 4  # pre-activations, order and its inverse, offsets
 
 
-# ---- slow: sanitizers, planted faults, compilers ---------------------------------------------------------------------
-# Every launcher on small sizes; several chunks in the sort, several launches in the backward, ragged last warps.
+# ---- slow: sanitizers, planted faults, compilers ---------------------------------------------------------
+# Every launcher on small sizes; several chunks in the sort, several launches in the backward, ragged last
+# warps.
 DRIVER = r"""
 #include <numeric>
 template <class T> struct Array {  // exactly its size, so that AddressSanitizer sees the first byte outside
@@ -558,11 +692,12 @@ int main(int, char** argv) {
     for (int64_t i = 0; i < P; i++) index[i] = i * i % 7 % E;
     Array<int> order(2 * P), offsets(E), scratch(E * 257);
     Array<float> w(P), dw(P);
-    auto x = data(N * C), xs = data(P * C), h = data(P * 2 * W), dh = data(P * 2 * W), a = data(P * W), y = data(N * C);
+    auto x = data(N * C), xs = data(P * C), y = data(N * C);
+    auto h = data(P * 2 * W), dh = data(P * 2 * W), a = data(P * W);
     auto weights = data(E * W * C);
     mtp_cuda_sort(index, P, E, order, offsets, scratch, nullptr);
     for (int64_t i = 1; i < P; i++)
-      if (index[order[i - 1]] > index[order[i]] || (index[order[i - 1]] == index[order[i]] && order[i - 1] > order[i]))
+      if (index[order[i - 1]] * P + order[i - 1] > index[order[i]] * P + order[i])
         return std::puts("not a stable sort"), 7;
     mtp_cuda_gather(dtype, x, order, P, A, C, xs, nullptr);
     mtp_cuda_act(dtype, h, P, W, a, nullptr);
@@ -571,17 +706,19 @@ int main(int, char** argv) {
     offsets[1] = offsets[0];
     mtp_cuda_zero_empty(dtype, offsets, E, W * C, weights, nullptr);
     for (int64_t k = 1; k <= K; k += 4) {
-      auto q = data(R * H * D), o = data(R * H * D), out = data(R * H * D), d = data(R * H * D), dq = data(R * H * D);
+      auto q = data(R * H * D), o = data(R * H * D), out = data(R * H * D);
+      auto d = data(R * H * D), dq = data(R * H * D);
       auto cache = data(R * G * D * K * 4), first = data(R * H * D);
       Array<float> lse_0(R * H), lse(R * H), dlse(R * H), sum(R * H * D);
       void *ks[K], *vs[K], *dks[K], *dvs[K];
       for (int64_t j = 0; j < K; j++) {
         uint16_t* at = cache + R * G * D * unit * 4 * j;
-        ks[j] = at, vs[j] = at + R * G * D * unit, dks[j] = at + 2 * R * G * D * unit, dvs[j] = at + 3 * R * G * D * unit;
+        ks[j] = at, vs[j] = at + R * G * D * unit;
+        dks[j] = at + 2 * R * G * D * unit, dvs[j] = at + 3 * R * G * D * unit;
       }
       mtp_cuda_merge_forward(dtype, R, H, G, D, k, 0.2, o, lse_0, q, ks, vs, out, lse, nullptr);
-      mtp_cuda_merge_backward(dtype, R, H, G, D, k, 0.2, d, q, ks, vs, out, lse, o, lse_0, dq, dks, dvs, first, dlse,
-                              sum, nullptr);
+      mtp_cuda_merge_backward(dtype, R, H, G, D, k, 0.2, d, q, ks, vs, out, lse, o, lse_0, dq, dks, dvs,
+                              first, dlse, sum, nullptr);
     }
     for (int64_t V : {37, 64}) {
       auto t = data(R * V), d = data(R * V);
@@ -596,23 +733,49 @@ int main(int, char** argv) {
   return 0;
 }
 """
-SMALLER = [("FORWARD_K = 7", "FORWARD_K = 1"), ("BACKWARD_K = 4", "BACKWARD_K = 2"),
-           ("  if (dtype == 2) f(Fp16());\n", "")]
+SMALLER = [
+    ("FORWARD_K = 7", "FORWARD_K = 1"),
+    ("BACKWARD_K = 4", "BACKWARD_K = 2"),
+    ("  if (dtype == 2) f(Fp16());\n", ""),
+]
 ENGINES = {
     "fibers": ["-O1"],
     "thread": ["-O1", "-DMTP_EMULATE_THREADS", "-fsanitize=thread"],
-    "address": ["-O1", "-DMTP_EMULATE_THREADS", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]}
+    "address": ["-O1", "-DMTP_EMULATE_THREADS", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+}
 FAULTS = {  # name: (who sees it, what it says, the edit)
     "barrier whose absence changes a value": (
-        "fibers", "not a stable sort", ("    __syncthreads();  // everyone has read\n", "")),
+        "fibers",
+        "not a stable sort",
+        ("    __syncthreads();  // everyone has read\n", ""),
+    ),
     "divergent barrier": (
-        "fibers", "divergent barrier",
-        ("[threadIdx.x / 32] = kl;\n  __syncthreads();", "[threadIdx.x / 32] = kl;\n  if (threadIdx.x > 6) __syncthreads();")),
-    "race whose effect cancels": ("thread", "data race", ("  if (threadIdx.x == 0) {\n    float x[8];", "  {\n    float x[8];")),
+        "fibers",
+        "divergent barrier",
+        (
+            "[threadIdx.x / 32] = kl;\n  __syncthreads();",
+            "[threadIdx.x / 32] = kl;\n  if (threadIdx.x > 6) __syncthreads();",
+        ),
+    ),
+    "race whose effect cancels": (
+        "thread",
+        "data race",
+        ("  if (threadIdx.x == 0) {\n    float x[8];", "  {\n    float x[8];"),
+    ),
     "write past the end": (
-        "address", "heap-buffer-overflow", ("if (i >= pairs * per_row) return;\n  const int64_t place",
-                                            "if (i > pairs * per_row) return;\n  const int64_t place")),
-    "index outside __shared__": ("address", "out of bounds", ("SHARED(int, total, SCAN)", "SHARED(int, total, SCAN - 1)"))}
+        "address",
+        "heap-buffer-overflow",
+        (
+            "if (i >= pairs * per_row) return;\n  const int64_t place",
+            "if (i > pairs * per_row) return;\n  const int64_t place",
+        ),
+    ),
+    "index outside __shared__": (
+        "address",
+        "out of bounds",
+        ("SHARED(int, total, SCAN)", "SHARED(int, total, SCAN - 1)"),
+    ),
+}
 slow_kernels = pytest.mark.slow_kernels
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -620,8 +783,10 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def run_driver(folder, engine, edits=()):
     """Exit statuses and output of the driver, once per thread order where the engine has them."""
     program = build(folder, ENGINES[engine], [*SMALLER, *edits], "driver", DRIVER)
-    runs = [subprocess.run([str(program), str(order)], capture_output=True, text=True, timeout=300)
-            for order in range(4 if engine == "fibers" else 1)]
+    runs = [
+        subprocess.run([str(program), str(order)], capture_output=True, text=True, timeout=300)
+        for order in range(4 if engine == "fibers" else 1)
+    ]
     return [r.returncode for r in runs], "".join(r.stdout + r.stderr for r in runs)
 
 
@@ -648,10 +813,26 @@ def test_nvcc_three_architectures_without_spills(tmp_path):
     if not os.path.exists(nvcc):
         pytest.skip("no nvcc")
     archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 90, 100)]
-    done = subprocess.run([nvcc, "-std=c++17", "-O3", "--threads=2", "-Xptxas=-v", *archs, "-c",
-                           str(HERE / "csrc/kernels.cu"), "-o", str(tmp_path / "kernels.o")], capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            nvcc,
+            "-std=c++17",
+            "-O3",
+            "--threads=2",
+            "-Xptxas=-v",
+            *archs,
+            "-c",
+            str(HERE / "csrc/kernels.cu"),
+            "-o",
+            str(tmp_path / "kernels.o"),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    spills = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
+    )
     registers = [int(r) for r in re.findall(r"Used (\d+) registers", done.stderr)]
     assert len(spills) >= 3 * 50 and all(s == ("0", "0", "0") for s in spills), set(spills)
     print(f"{len(spills)} kernels, at most {max(registers)} registers, no spills")
@@ -662,23 +843,42 @@ def test_nvcc_three_architectures_without_spills(tmp_path):
 def test_cuda_half_of_the_binding_compiles(tmp_path):
     from torch.utils.cpp_extension import include_paths
     import sysconfig
+
     toolkit = pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
     if not (toolkit / "cuda_runtime_api.h").exists():
         pytest.skip("no CUDA toolkit")
     folders = [f"-I{p}" for p in (*include_paths(), sysconfig.get_paths()["include"], toolkit)]
-    done = subprocess.run(["g++", "-std=c++20", "-O0", "-fPIC", "-DMTP_CUDA", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE",
-                           *folders, "-c", str(HERE / "csrc/bind.cpp"), "-o", str(tmp_path / "bind.o")],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            "g++",
+            "-std=c++20",
+            "-O0",
+            "-fPIC",
+            "-DMTP_CUDA",
+            "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE",
+            *folders,
+            "-c",
+            str(HERE / "csrc/bind.cpp"),
+            "-o",
+            str(tmp_path / "bind.o"),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# ---- benchmarks --------------------------------------------------------------------------------------------------------
-TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456",
-         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# ---- benchmarks ------------------------------------------------------------------------------------------
+TUNED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 def medians(candidates, seconds=20.0):
-    """Milliseconds of each candidate; they take turns, so that a slow spell of the machine hits all of them."""
+    """Milliseconds of each candidate; they take turns, so that a slow spell of the machine hits all."""
     times = {name: [] for name in candidates}
     stop = time.perf_counter() + seconds
     for turn in itertools.count():
@@ -706,8 +906,10 @@ def copy_bandwidth(floats=32 << 20):
 def backward_of(f, inputs, grad):
     def run():
         out = f(*inputs)
-        return torch.autograd.grad(out, [t for t in flatten(inputs) if isinstance(t, torch.Tensor) and t.requires_grad],
-                                   grad)
+        return torch.autograd.grad(
+            out, [t for t in flatten(inputs) if isinstance(t, torch.Tensor) and t.requires_grad], grad
+        )
+
     return run
 
 
@@ -733,17 +935,32 @@ def bench_moe(C=1024, width=512, E=64, A=8, T=4096):
             order = index.flatten().argsort(stable=True)
             ends = index.flatten().bincount(minlength=E).cumsum(0).int()
             gate, up = F.grouped_mm(x[order // A], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-            out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * w.flatten()[order, None].to(dtype)
+            out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * w.flatten()[
+                order, None
+            ].to(dtype)
             return torch.zeros_like(x).index_add_(0, order // A, out)
 
-        ours = lambda x, w, gate_up, down: torch.ops.mtp_kernels.experts_forward(x, index, w, gate_up, down)[0]
+        ours = lambda x, w, gate_up, down: torch.ops.mtp_kernels.experts_forward(x, index, w, gate_up, down)[
+            0
+        ]
         with torch.no_grad():
-            found = medians({"dense matmuls (floor)": lambda: dense(False), "ours": lambda: ours(*leaves),
-                             "F.grouped_mm": lambda: grouped(*leaves)})
+            found = medians(
+                {
+                    "dense matmuls (floor)": lambda: dense(False),
+                    "ours": lambda: ours(*leaves),
+                    "F.grouped_mm": lambda: grouped(*leaves),
+                }
+            )
         note = f"C={C} F={width} E={E} A={A} T={T}, {dtype}"
         table("MoE forward", found, found["dense matmuls (floor)"], note)
-        found = medians({"dense matmuls (floor)": lambda: dense(True), "ours": backward_of(ours, leaves, dy),
-                         "F.grouped_mm": backward_of(grouped, leaves, dy)}, 40)
+        found = medians(
+            {
+                "dense matmuls (floor)": lambda: dense(True),
+                "ours": backward_of(ours, leaves, dy),
+                "F.grouped_mm": backward_of(grouped, leaves, dy),
+            },
+            40,
+        )
         table("MoE forward + backward", found, found["dense matmuls (floor)"], note)
 
 
@@ -761,7 +978,9 @@ def bench_merge(B=1, H=32, G=4, T=8192, D=128, k=3):
             out, lse = op(o_0, lse_0, q, ks, vs, scale)
             return op_backward(dout, q, ks, vs, out, lse, scale)
 
-        note = f"B={B} H={H} G={G} T={T} D={D} k={k}, {dtype}, floor at the measured {bandwidth / 1e9:.0f} GB/s"
+        note = (
+            f"B={B} H={H} G={G} T={T} D={D} k={k}, {dtype}, floor at the measured {bandwidth / 1e9:.0f} GB/s"
+        )
         found = medians({"ours": lambda: op(o_0, lse_0, q, ks, vs, scale)}, 5)
         floor = forward / bandwidth * 1e3
         table("merge forward", {"bytes floor": floor, **found}, floor, note)
@@ -773,19 +992,28 @@ def bench_merge(B=1, H=32, G=4, T=8192, D=128, k=3):
 def bench_loss(T=1024, C=512, chunk=256):
     for V, dtype in itertools.product((32000, 151936), (torch.float32, torch.bfloat16)):
         n, h, W = (torch.randn(*s).to(dtype) for s in ((T, C), (T, C), (V, C)))
-        teacher, draft, dn = torch.empty(chunk, V, dtype=dtype), torch.empty(chunk, V, dtype=dtype), torch.empty_like(n)
+        teacher, draft, dn = (
+            torch.empty(chunk, V, dtype=dtype),
+            torch.empty(chunk, V, dtype=dtype),
+            torch.empty_like(n),
+        )
         coeff = torch.full((chunk,), 1 / T)
 
         def walk(rows):
             for i in range(0, T, chunk):
-                torch.mm(h[i:i + chunk], W.t(), out=teacher)
-                torch.mm(n[i:i + chunk], W.t(), out=draft)
+                torch.mm(h[i : i + chunk], W.t(), out=teacher)
+                torch.mm(n[i : i + chunk], W.t(), out=draft)
                 rows(teacher, draft, coeff, 1.0, 1.0)
-                torch.mm(draft, W, out=dn[i:i + chunk])
+                torch.mm(draft, W, out=dn[i : i + chunk])
 
-        found = medians({"three GEMMs (floor)": lambda: walk(lambda *_: None),
-                         "ours": lambda: walk(torch.ops.mtp_kernels.loss_rows),
-                         "loss_rows_ref": lambda: walk(loss_rows_ref)}, 15)
+        found = medians(
+            {
+                "three GEMMs (floor)": lambda: walk(lambda *_: None),
+                "ours": lambda: walk(torch.ops.mtp_kernels.loss_rows),
+                "loss_rows_ref": lambda: walk(loss_rows_ref),
+            },
+            15,
+        )
         table("loss rows", found, found["three GEMMs (floor)"], f"T={T} C={C} V={V} chunk={chunk}, {dtype}")
 
 
@@ -798,10 +1026,12 @@ def bench(names):
     for name in names or BENCHES:
         for setting, extra in (("default malloc", {}), ("tuned malloc", TUNED)):
             print(f"\n==== {name}, {setting}, {torch.get_num_threads()} threads", flush=True)
-            subprocess.run([sys.executable, __file__, "--table", name], env={**os.environ, **extra}, check=True)
+            subprocess.run(
+                [sys.executable, __file__, "--table", name], env={**os.environ, **extra}, check=True
+            )
 
 
-# ---- on a GPU ----------------------------------------------------------------------------------------------------------
+# ---- on a GPU --------------------------------------------------------------------------------------------
 def gpu_ms(f, turns=30):
     """Median milliseconds by CUDA events, the L2 cache overwritten before every run."""
     flush, times = torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), []
@@ -829,11 +1059,20 @@ def gpu_merge(rows, bandwidth, B=1, H=32, G=4, T=8192, D=128):
         N, s, r = B * H * T, q.element_size(), H // G
         out, lse = op(o_0, lse_0, q, ks, vs, scale)
         eager = torch.compile(lambda *kv: merge_ref(o_0, lse_0, q, kv[:k], kv[k:], scale))
-        rows += [(f"merge forward k={k} {dtype}", gpu_ms(lambda: op(o_0, lse_0, q, ks, vs, scale)),
-                  (s * N * D * (3 + 2 * k / r) + 8 * N) / bandwidth * 1e3, gpu_ms(lambda: eager(*ks, *vs))),
-                 (f"merge backward k={k} {dtype}", gpu_ms(lambda: op_backward(dout, q, ks, vs, out, lse, scale)),
-                  (s * N * D * (4 + 4 * k / r) + 16 * N) / bandwidth * 1e3,
-                  gpu_ms(lambda: merge_backward_ref(dout, q, ks, vs, out, lse, scale)))]
+        rows += [
+            (
+                f"merge forward k={k} {dtype}",
+                gpu_ms(lambda: op(o_0, lse_0, q, ks, vs, scale)),
+                (s * N * D * (3 + 2 * k / r) + 8 * N) / bandwidth * 1e3,
+                gpu_ms(lambda: eager(*ks, *vs)),
+            ),
+            (
+                f"merge backward k={k} {dtype}",
+                gpu_ms(lambda: op_backward(dout, q, ks, vs, out, lse, scale)),
+                (s * N * D * (4 + 4 * k / r) + 16 * N) / bandwidth * 1e3,
+                gpu_ms(lambda: merge_backward_ref(dout, q, ks, vs, out, lse, scale)),
+            ),
+        ]
 
 
 def gpu_moe(rows, C=1024, width=512, E=64, A=8, T=4096):
@@ -842,37 +1081,61 @@ def gpu_moe(rows, C=1024, width=512, E=64, A=8, T=4096):
     op, op_backward = torch.ops.mtp_kernels.experts_forward, torch.ops.mtp_kernels.experts_backward
     _, order, offsets, pre = op(x, index, w, gate_up, down)
     xs, a = x.repeat(A, 1), pre[:, :width].contiguous()
-    gemm = lambda: (F.grouped_mm(xs, gate_up.transpose(1, 2), offs=offsets),
-                    F.grouped_mm(a, down.transpose(1, 2), offs=offsets))
+    gemm = lambda: (
+        F.grouped_mm(xs, gate_up.transpose(1, 2), offs=offsets),
+        F.grouped_mm(a, down.transpose(1, 2), offs=offsets),
+    )
 
     def torch_forward():
         places = index.flatten().argsort(stable=True)
         ends = index.flatten().bincount(minlength=E).cumsum(0).int()
         gate, up = F.grouped_mm(x[places // A], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-        y = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * w.flatten()[places, None].to(dtype)
+        y = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * w.flatten()[places, None].to(
+            dtype
+        )
         return torch.zeros_like(x).index_add_(0, places // A, y)
 
-    rows += [("experts forward bf16 (floor: its GEMMs)", gpu_ms(lambda: op(x, index, w, gate_up, down)), gpu_ms(gemm),
-              gpu_ms(torch_forward)),
-             ("experts backward bf16 (floor: twice that)",
-              gpu_ms(lambda: op_backward(dy, x, w, gate_up, down, order, offsets, pre)), 2 * gpu_ms(gemm), None)]
+    rows += [
+        (
+            "experts forward bf16 (floor: its GEMMs)",
+            gpu_ms(lambda: op(x, index, w, gate_up, down)),
+            gpu_ms(gemm),
+            gpu_ms(torch_forward),
+        ),
+        (
+            "experts backward bf16 (floor: twice that)",
+            gpu_ms(lambda: op_backward(dy, x, w, gate_up, down, order, offsets, pre)),
+            2 * gpu_ms(gemm),
+            None,
+        ),
+    ]
 
 
 def gpu_loss(rows, bandwidth, R=256):
     for V, dtype in itertools.product((32000, 151936), (torch.bfloat16, torch.float32)):
         teacher, draft, coeff, *weights = to(loss_inputs(R, V, dtype), lambda t: t.cuda())
-        rows.append((f"loss rows V={V} R={R} {dtype}",
-                     gpu_ms(lambda: torch.ops.mtp_kernels.loss_rows(teacher, draft, coeff, *weights)),
-                     3 * draft.nbytes / bandwidth * 1e3, gpu_ms(lambda: loss_rows_ref(teacher, draft, coeff, *weights))))
+        rows.append(
+            (
+                f"loss rows V={V} R={R} {dtype}",
+                gpu_ms(lambda: torch.ops.mtp_kernels.loss_rows(teacher, draft, coeff, *weights)),
+                3 * draft.nbytes / bandwidth * 1e3,
+                gpu_ms(lambda: loss_rows_ref(teacher, draft, coeff, *weights)),
+            )
+        )
 
 
 def run_on_gpu(path):
     """Checks, compute-sanitizer, timings; a table and JSON. Nothing is timed before it is right."""
     if not CUDA:
-        sys.exit(f"no GPU, or kernels without CUDA code ({missing if mtp_kernels is None else torch.__version__})")
+        sys.exit(
+            f"no GPU, or kernels without CUDA code ({missing if mtp_kernels is None else torch.__version__})"
+        )
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:warnings", __file__, "-k", "cuda"]
-    report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "checks": subprocess.run(tests, timeout=150).returncode}
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "checks": subprocess.run(tests, timeout=150).returncode,
+    }
     if report["checks"]:
         sys.exit("the checks fail, so nothing is timed")
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -886,11 +1149,20 @@ def run_on_gpu(path):
     gpu_merge(rows, bandwidth)
     gpu_moe(rows)
     gpu_loss(rows, bandwidth)
-    report |= {"bandwidth": bandwidth, "rows": [dict(zip(("op", "ms", "floor_ms", "torch_ms"), r)) for r in rows]}
-    print(f"{report['device']}, copy {bandwidth / 1e12:.2f} TB/s, memcheck {report.get('memcheck', 'not installed')}, "
-          f"racecheck {report.get('racecheck', 'not installed')}")
+    report |= {
+        "bandwidth": bandwidth,
+        "rows": [dict(zip(("op", "ms", "floor_ms", "torch_ms"), r)) for r in rows],
+    }
+    print(
+        f"{report['device']}, copy {bandwidth / 1e12:.2f} TB/s, "
+        f"memcheck {report.get('memcheck', 'not installed')}, "
+        f"racecheck {report.get('racecheck', 'not installed')}"
+    )
     for name, ms, floor, other in rows:
-        print(f"  {name:44s} {ms:8.3f} ms  {ms / floor:5.2f}x floor" + (f"  torch {other:8.3f} ms" if other else ""))
+        print(
+            f"  {name:44s} {ms:8.3f} ms  {ms / floor:5.2f}x floor"
+            + (f"  torch {other:8.3f} ms" if other else "")
+        )
     pathlib.Path(path).write_text(json.dumps(report, indent=1))
 
 

@@ -1,9 +1,10 @@
 // CPU kernels: the cached-attention merge, the loss rows and the mixture of experts, forward and backward.
 //
-// Every kernel is a template over the storage type S (float, bfloat16, half, double) that computes in A (double for
-// double, else float) with GCC vectors of 8 lanes. CLONES compiles it for x86-64 baseline, AVX2 and AVX-512 and picks
-// at load time, so a wheel built anywhere is fast anywhere. No -ffast-math: lse_0 = -inf is a legal input.
-// Work is split by output row, never by summand, so results do not depend on the number of threads.
+// Every kernel is a template over the storage type S (float, bfloat16, half, double) that computes in A
+// (double for double, else float) with GCC vectors of 8 lanes. CLONES compiles it for x86-64 baseline, AVX2
+// and AVX-512 and picks at load time, so a wheel built anywhere is fast anywhere. No -ffast-math: lse_0 =
+// -inf is a legal input. Work is split by output row, never by summand, so results do not depend on the
+// number of threads.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -37,14 +38,32 @@ typedef float F16 __attribute__((vector_size(64)));
 typedef uint32_t U8 __attribute__((vector_size(32)));
 typedef int32_t I8 __attribute__((vector_size(32)));
 typedef uint16_t H8 __attribute__((vector_size(16)));
-template <class S> struct Acc { using type = float; using vec = F8; };
-template <> struct Acc<double> { using type = double; using vec = D8; };
+template <class S> struct Acc {
+  using type = float;
+  using vec = F8;
+};
+template <> struct Acc<double> {
+  using type = double;
+  using vec = D8;
+};
 template <class S> using acc_t = typename Acc<S>::type;
 template <class S> using vec_t = typename Acc<S>::vec;
 
-INLINE F8 load(const float* p) { F8 v; std::memcpy(&v, p, 32); return v; }
-template <class V> INLINE V load_as(const void* p) { V v; std::memcpy(&v, p, sizeof(V)); return v; }
-INLINE D8 load(const double* p) { D8 v; std::memcpy(&v, p, 64); return v; }
+INLINE F8 load(const float* p) {
+  F8 v;
+  std::memcpy(&v, p, 32);
+  return v;
+}
+template <class V> INLINE V load_as(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+INLINE D8 load(const double* p) {
+  D8 v;
+  std::memcpy(&v, p, 64);
+  return v;
+}
 INLINE F8 load(const c10::BFloat16* p) {
   H8 h;
   std::memcpy(&h, p, 16);
@@ -62,11 +81,16 @@ INLINE H8 to_bfloat16(F8 v) {  // round to nearest even; NaN stays NaN
 }
 INLINE void store(float* p, F8 v) { std::memcpy(p, &v, 32); }
 INLINE void store(double* p, D8 v) { std::memcpy(p, &v, 64); }
-INLINE void store(c10::BFloat16* p, F8 v) { H8 h = to_bfloat16(v); std::memcpy(p, &h, 16); }
-INLINE void store(c10::Half* p, F8 v) { for (int i = 0; i < 8; i++) p[i] = v[i]; }
+INLINE void store(c10::BFloat16* p, F8 v) {
+  H8 h = to_bfloat16(v);
+  std::memcpy(p, &h, 16);
+}
+INLINE void store(c10::Half* p, F8 v) {
+  for (int i = 0; i < 8; i++) p[i] = v[i];
+}
 
-// Write 8 results. `stream` writes past the cache: outputs larger than it would only evict the inputs, and an ordinary
-// store first reads the line it is about to overwrite (a quarter of the forward's traffic).
+// Write 8 results. `stream` writes past the cache: outputs larger than it would only evict the inputs, and an
+// ordinary store first reads the line it is about to overwrite (a quarter of the forward's traffic).
 template <class S> INLINE void put8(S* p, vec_t<S> v, bool stream) {
 #if defined(__SSE2__)
   if constexpr (std::is_same_v<S, float>) {
@@ -101,8 +125,8 @@ INLINE D8 vexp(D8 x) {
   for (int i = 0; i < 8; i++) x[i] = std::exp(x[i]);
   return x;
 }
-// exp by x = n ln 2 + r, a degree 7 polynomial in r, and n added to the exponent; at most 2 ulp. 0 below -87.3
-// (also for -inf), NaN stays NaN.
+// exp by x = n ln 2 + r, a degree 7 polynomial in r, and n added to the exponent; at most 2 ulp. 0 below
+// -87.3 (also for -inf), NaN stays NaN.
 INLINE F8 vexp(F8 x) {
   const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer kept in the low mantissa bits
   F8 y = x > 88.3f ? x * 0 + 88.3f : x;
@@ -134,11 +158,12 @@ template <class S> INLINE const acc_t<S>* stage(const S* p, acc_t<S>* buffer, in
   }
 }
 
-// ---- cached-attention merge ------------------------------------------------------------------------------------
-// s_j = scale q.k_j;  lse = logsumexp(lse_0, s_1..s_k);  out = exp(lse_0 - lse) o_0 + sum_j exp(s_j - lse) v_j
-// o_0, q, out [rows, H, D]; lse [rows, H]; k_j, v_j [rows, G, D]; rows = B T; head h uses key head h / (H / G).
-// Bytes, s = element size, N = rows H, r = H / G: forward s N D (3 + 2 k / r) + 8 N;
-// backward s N D (4 + 4 k / r) + 16 N, plus 2 s N D for d o_0. Measured: see the table that --bench prints.
+// ---- cached-attention merge
+// ------------------------------------------------------------------------------------ s_j = scale q.k_j; lse
+// = logsumexp(lse_0, s_1..s_k);  out = exp(lse_0 - lse) o_0 + sum_j exp(s_j - lse) v_j o_0, q, out [rows, H,
+// D]; lse [rows, H]; k_j, v_j [rows, G, D]; rows = B T; head h uses key head h / (H / G). Bytes, s = element
+// size, N = rows H, r = H / G: forward s N D (3 + 2 k / r) + 8 N; backward s N D (4 + 4 k / r) + 16 N, plus 2
+// s N D for d o_0. Measured: see the table that --bench prints.
 constexpr int MAX_K = 15, BLOCK = 4;
 
 struct Merge {
@@ -152,7 +177,8 @@ struct Merge {
 };
 
 // s[j step] = x.y_j for j < K: x is read once, the K sums stay in registers
-template <int K, class S> INLINE void dots(const S* x, const acc_t<S>* const* y, int D, acc_t<S>* s, int step) {
+template <int K, class S>
+INLINE void dots(const S* x, const acc_t<S>* const* y, int D, acc_t<S>* s, int step) {
   vec_t<S> sum[K] = {};
   for (int d = 0; d < D; d += 8) {
     vec_t<S> a = load(x + d);
@@ -162,16 +188,17 @@ template <int K, class S> INLINE void dots(const S* x, const acc_t<S>* const* y,
 #pragma GCC unroll 4
   for (int j = 0; j < K; j++) s[j * step] = hsum(sum[j]);
 }
-#define BY_BLOCK(k, j, f)           \
-  for (int j = 0; j < k; j += BLOCK) { \
-    switch (k - j) {                \
-      case 1: f(1); break;          \
-      case 2: f(2); break;          \
-      case 3: f(3); break;          \
-      default: f(4);                \
-    }                               \
+#define BY_BLOCK(k, j, f)                                                                                    \
+  for (int j = 0; j < k; j += BLOCK) {                                                                       \
+    switch (k - j) {                                                                                         \
+      case 1: f(1); break;                                                                                   \
+      case 2: f(2); break;                                                                                   \
+      case 3: f(3); break;                                                                                   \
+      default: f(4);                                                                                         \
+    }                                                                                                        \
   }
-template <class S> INLINE void dots(const S* x, const acc_t<S>* const* y, int k, int D, acc_t<S>* s, int step) {
+template <class S>
+INLINE void dots(const S* x, const acc_t<S>* const* y, int k, int D, acc_t<S>* s, int step) {
 #define MTP_BLOCK(K) dots<K, S>(x, y + j, D, s + j * step, step)
   BY_BLOCK(k, j, MTP_BLOCK)
 #undef MTP_BLOCK
@@ -179,8 +206,8 @@ template <class S> INLINE void dots(const S* x, const acc_t<S>* const* y, int k,
 
 // out = w_0 o_0 + sum_j w_j v_j, in blocks of K; partial sums rest in `sum`
 template <int K, class S>
-INLINE void weigh(const S* o_0, const acc_t<S>* const* value, const acc_t<S>* w, int step, int D, bool first, bool last,
-                  acc_t<S>* sum, S* out, bool stream) {
+INLINE void weigh(const S* o_0, const acc_t<S>* const* value, const acc_t<S>* w, int step, int D, bool first,
+                  bool last, acc_t<S>* sum, S* out, bool stream) {
   const acc_t<S> w_0 = w[0];
   for (int d = 0; d < D; d += 8) {
     vec_t<S> v{};  // weight 0 skips o_0: a fully masked row may hold anything, NaN too
@@ -188,11 +215,15 @@ INLINE void weigh(const S* o_0, const acc_t<S>* const* value, const acc_t<S>* w,
     if (first && w_0 != 0) v = load(o_0 + d) * w_0;
 #pragma GCC unroll 4
     for (int j = 0; j < K; j++) v += load(value[j] + d) * w[(j + 1) * step];
-    if (last) put8(out + d, v, stream); else store(sum + d, v);
+    if (last)
+      put8(out + d, v, stream);
+    else
+      store(sum + d, v);
   }
 }
 
-// Eight heads at a time, s[j step + h]: in s_0 = lse_0, s_j = scores / scale; out the weights, and the merged lse
+// Eight heads at a time, s[j step + h]: in s_0 = lse_0, s_j = scores / scale; out the weights, and the merged
+// lse
 template <class A> INLINE void softmax(A* s, int step, int k, int heads, A scale, A* lse) {
   using V = vec_t<A>;
   for (int h = 0; h < heads; h += 8) {
@@ -214,7 +245,8 @@ template <class A> INLINE void softmax(A* s, int step, int k, int heads, A scale
 INLINE int padded(int heads) { return (heads + 7) / 8 * 8; }
 
 // scratch: 2 k D (staged k, v), D, (k + 1) padded heads
-template <class S> CLONES void merge_forward_rows(const Merge& m, int64_t begin, int64_t end, acc_t<S>* scratch) {
+template <class S>
+CLONES void merge_forward_rows(const Merge& m, int64_t begin, int64_t end, acc_t<S>* scratch) {
   using A = acc_t<S>;
   const int D = m.D, k = m.k, group = m.H / m.G, step = padded(group);
   const A *key[MAX_K], *value[MAX_K];
@@ -230,7 +262,7 @@ template <class S> CLONES void merge_forward_rows(const Merge& m, int64_t begin,
     for (int h = 0; h < group; h++) dots(q + h * D, key, k, D, s + step + h, step);
     softmax(s, step, k, group, (A)m.scale, (A*)m.lse_w + row * group);
     for (int h = 0; h < group; h++) {
-#define MTP_BLOCK(K) \
+#define MTP_BLOCK(K)                                                                                         \
   weigh<K, S>(o_0 + h * D, value + j, s + j * step + h, step, D, !j, j + K == k, sum, out + h * D, m.stream)
       BY_BLOCK(k, j, MTP_BLOCK)
 #undef MTP_BLOCK
@@ -239,11 +271,13 @@ template <class S> CLONES void merge_forward_rows(const Merge& m, int64_t begin,
   fence();
 }
 
-// One block of K cached steps for all query heads of a key head: the gradients of k_j and v_j stay in registers over
-// the heads, that of q adds up over blocks in `dq`. w, ds: coefficients [k][step], already offset to the block.
+// One block of K cached steps for all query heads of a key head: the gradients of k_j and v_j stay in
+// registers over the heads, that of q adds up over blocks in `dq`. w, ds: coefficients [k][step], already
+// offset to the block.
 template <int K, class V, class A>
-INLINE void merge_backward_block(int D, int group, const A* const* key, const A* const* q, const A* const* dout,
-                                 const A* w, const A* ds, int step, bool first, A* dq, A* const* dk, A* const* dv) {
+INLINE void merge_backward_block(int D, int group, const A* const* key, const A* const* q,
+                                 const A* const* dout, const A* w, const A* ds, int step, bool first, A* dq,
+                                 A* const* dk, A* const* dv) {
   for (int d = 0; d < D; d += sizeof(V) / sizeof(A)) {
     V k[K], sum_k[K] = {}, sum_v[K] = {};
 #pragma GCC unroll 4
@@ -268,10 +302,12 @@ INLINE void merge_backward_block(int D, int group, const A* const* key, const A*
   }
 }
 
-// s_j = q.k_j, a_j = dout.v_j and, once, delta = dout.out in one pass: seven chains of additions hide each other
+// s_j = q.k_j, a_j = dout.v_j and, once, delta = dout.out in one pass: seven chains of additions hide each
+// other
 template <int K, class S>
 INLINE void backward_dots(const acc_t<S>* q, const acc_t<S>* dout, const S* out, const acc_t<S>* const* key,
-                          const acc_t<S>* const* value, int D, int step, acc_t<S>* s, acc_t<S>* a, acc_t<S>* delta) {
+                          const acc_t<S>* const* value, int D, int step, acc_t<S>* s, acc_t<S>* a,
+                          acc_t<S>* delta) {
   vec_t<S> sum_s[K] = {}, sum_a[K] = {}, sum{};
   for (int d = 0; d < D; d += 8) {
     vec_t<S> x = load(q + d), y = load(dout + d);
@@ -302,7 +338,8 @@ INLINE void coefficients(A* w, A* ds, const A* delta, const A* lse, int step, in
 }
 
 // d o_0 = w_0 dout and d lse_0 = w_0 <dout, o_0 - out>, w_0 = exp(lse_0 - lse)
-template <class S> INLINE void first_gradients(const Merge& m, int64_t head, const acc_t<S>* dout, acc_t<S> delta) {
+template <class S>
+INLINE void first_gradients(const Merge& m, int64_t head, const acc_t<S>* dout, acc_t<S> delta) {
   using A = acc_t<S>;
   const int D = m.D;
   A w_0 = std::exp(((const A*)m.lse_0)[head] - ((const A*)m.lse)[head]), dot = 0;
@@ -312,8 +349,9 @@ template <class S> INLINE void first_gradients(const Merge& m, int64_t head, con
 }
 
 // scratch: 4 k D (staged and summed k, v), 3 group D (staged q, dout, summed dq), (2 k + 1) padded heads
-template <class S> CLONES void merge_backward_rows(const Merge& m, int64_t begin, int64_t end, acc_t<S>* scratch,
-                                                   const acc_t<S>** pointers) {
+template <class S>
+CLONES void merge_backward_rows(const Merge& m, int64_t begin, int64_t end, acc_t<S>* scratch,
+                                const acc_t<S>** pointers) {
   using A = acc_t<S>;
   using V = vec_t<S>;
   using W = std::conditional_t<std::is_same_v<A, float>, F16, D8>;
@@ -331,19 +369,21 @@ template <class S> CLONES void merge_backward_rows(const Merge& m, int64_t begin
       int64_t head = row * group + h;
       q[h] = stage((const S*)m.q + head * D, heads + 2 * h * D, D);
       dout[h] = stage((const S*)m.dout + head * D, heads + (2 * h + 1) * D, D);
-#define MTP_BLOCK(K)                                                                                            \
-  backward_dots<K, S>(q[h], dout[h], (const S*)m.out + head * D, key + j, value + j, D, step, w + j * step + h, \
-                      ds + j * step + h, delta + h)
+#define MTP_BLOCK(K)                                                                                         \
+  backward_dots<K, S>(q[h], dout[h], (const S*)m.out + head * D, key + j, value + j, D, step,                \
+                      w + j * step + h, ds + j * step + h, delta + h)
       BY_BLOCK(k, j, MTP_BLOCK)
 #undef MTP_BLOCK
       if (m.do_0) first_gradients<S>(m, head, dout[h], delta[h]);
     }
     coefficients(w, ds, delta, (const A*)m.lse + row * group, step, k, group, (A)m.scale);
-#define MTP_BLOCK(K)                                                                                                \
+#define MTP_BLOCK(K)                                                                                         \
   if (D % 16 == 0)                                                                                           \
-    merge_backward_block<K, W, A>(D, group, key + j, q, dout, w + j * step, ds + j * step, step, !j, dq, dk + j, dv + j); \
-  else                                                                                                              \
-    merge_backward_block<K, V, A>(D, group, key + j, q, dout, w + j * step, ds + j * step, step, !j, dq, dk + j, dv + j)
+    merge_backward_block<K, W, A>(D, group, key + j, q, dout, w + j * step, ds + j * step, step, !j, dq,     \
+                                  dk + j, dv + j);                                                           \
+  else                                                                                                       \
+    merge_backward_block<K, V, A>(D, group, key + j, q, dout, w + j * step, ds + j * step, step, !j, dq,     \
+                                  dk + j, dv + j)
     BY_BLOCK(k, j, MTP_BLOCK)
 #undef MTP_BLOCK
     put((S*)m.dq + row * group * D, dq, group * D, m.stream);
@@ -362,13 +402,18 @@ template <class F> void by_dtype(int dtype, F f) {  // the codes that bind.cpp p
 int64_t grain(int64_t per_row) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, per_row)); }
 constexpr int64_t STREAM_BYTES = 8 << 20;  // smaller outputs are better left in the cache for their reader
 
-// ---- loss rows ---------------------------------------------------------------------------------------------------
-// p = softmax(teacher), q = softmax(draft), y = argmax teacher. ce = -log q_y, kl = sum p (log p - log q),
-// draft <- coeff ((ce_weight + kl_weight) q - kl_weight p - ce_weight [y]). Logits [R, V]; ties go to the lowest index.
-// Bytes: s R V (2 + 2 + 1), the second read mostly from cache.
-template <class A> struct Stats { A top, sum; int64_t index; };
+// ---- loss rows
+// --------------------------------------------------------------------------------------------------- p =
+// softmax(teacher), q = softmax(draft), y = argmax teacher. ce = -log q_y, kl = sum p (log p - log q), draft
+// <- coeff ((ce_weight + kl_weight) q - kl_weight p - ce_weight [y]). Logits [R, V]; ties go to the lowest
+// index. Bytes: s R V (2 + 2 + 1), the second read mostly from cache.
+template <class A> struct Stats {
+  A top, sum;
+  int64_t index;
+};
 
-// Top, its first index and sum exp(x - top), one read: blocks of 512 logits sit in L1 while their top is looked for
+// Top, its first index and sum exp(x - top), one read: blocks of 512 logits sit in L1 while their top is
+// looked for
 template <class S> INLINE Stats<acc_t<S>> row_stats(const S* x, int64_t V) {
   using A = acc_t<S>;
   using W = vec_t<S>;
@@ -413,12 +458,14 @@ template <class S> CLONES void loss_rows_range(const Loss& m, int64_t begin, int
     const S* t = (const S*)m.teacher + row * m.V;
     S* d = (S*)m.draft + row * m.V;
     Stats<A> a = row_stats(t, m.V), b = row_stats(d, m.V);
-    const A log_t = std::log(a.sum), log_d = std::log(b.sum);  // lse = top + log; x - top first: exact near the top
+    const A log_t = std::log(a.sum),
+            log_d = std::log(b.sum);  // lse = top + log; x - top first: exact near the top
     const A c = ((const A*)m.coeff)[row], cq = c * (A)(m.ce_weight + m.kl_weight), cp = c * (A)m.kl_weight;
     const A ce = log_d - ((A)d[a.index] - b.top), gold = std::exp(-ce) * cq - std::exp(-log_t) * cp;
     W kl{}, part{};
     for (int64_t i = 0; i < m.V; i += 8) {
-      W log_p = load_n(t + i, m.V - i, low) - a.top - log_t, log_q = load_n(d + i, m.V - i, low) - b.top - log_d;
+      W log_p = load_n(t + i, m.V - i, low) - a.top - log_t,
+        log_q = load_n(d + i, m.V - i, low) - b.top - log_d;
       W p = vexp(log_p);
       part += p == 0 ? p : p * (log_p - log_q);
       if (i % 512 == 504) kl += part, part = W{};
@@ -437,8 +484,9 @@ template <class S> CLONES void loss_rows_range(const Loss& m, int64_t begin, int
   }
 }
 
-// ---- experts: the passes between the GEMMs ---------------------------------------------------------------------
-// h = x[order] W1[e]^T = (gate, up);  a = silu(gate) up;  y[n] = sum_a w[n, a] (a W2[e]^T)
+// ---- experts: the passes between the GEMMs
+// --------------------------------------------------------------------- h = x[order] W1[e]^T = (gate, up);  a
+// = silu(gate) up;  y[n] = sum_a w[n, a] (a W2[e]^T)
 template <class S> INLINE void store_n(S* p, vec_t<S> v, int64_t n) {
   if (n >= 8) return store(p, v);
   for (int64_t i = 0; i < n; i++) p[i] = (S)(acc_t<S>)v[i];
@@ -456,8 +504,8 @@ template <class S> CLONES void act_rows(const S* h, S* a, int64_t F, int64_t beg
 
 // g = dy W2 (router weight left out), in place -> w a, which d W2 needs; h -> dh; d w = <a, g>. dh = w g a'.
 template <class S>
-CLONES void act_backward_rows(const S* h, S* g, S* dh, const int* pairs, const acc_t<S>* weights, acc_t<S>* dweights,
-                              int64_t F, int64_t begin, int64_t end) {
+CLONES void act_backward_rows(const S* h, S* g, S* dh, const int* pairs, const acc_t<S>* weights,
+                              acc_t<S>* dweights, int64_t F, int64_t begin, int64_t end) {
   using A = acc_t<S>;
   using V = vec_t<S>;
   for (int64_t row = begin; row < end; row++) {
@@ -465,7 +513,8 @@ CLONES void act_backward_rows(const S* h, S* g, S* dh, const int* pairs, const a
     const A w = weights[pairs[row]];
     V dot{};
     for (int64_t i = 0; i < F; i += 8) {
-      V x = load_n(gate + i, F - i, A(0)), u = load_n(up + i, F - i, A(0)), da = load_n(g + row * F + i, F - i, A(0));
+      V x = load_n(gate + i, F - i, A(0)), u = load_n(up + i, F - i, A(0)),
+        da = load_n(g + row * F + i, F - i, A(0));
       V s = 1 / (1 + vexp(-x)), silu = x * s, a = silu * u;
       dot += a * da;
       da *= w;
@@ -477,18 +526,20 @@ CLONES void act_backward_rows(const S* h, S* g, S* dh, const int* pairs, const a
   }
 }
 
-// sum[n] += w rows[i] for the rows i that token n sent here. Tokens ascend within an expert; a range owns a token when
-// it holds its first row, so that a token sent twice to one expert is never written by two threads.
+// sum[n] += w rows[i] for the rows i that token n sent here. Tokens ascend within an expert; a range owns a
+// token when it holds its first row, so that a token sent twice to one expert is never written by two
+// threads.
 template <class S>
-CLONES void scatter_rows(const S* rows, const int* pairs, const acc_t<S>* weights, acc_t<S>* sum, int64_t A, int64_t C,
-                         int64_t count, int64_t begin, int64_t end) {
+CLONES void scatter_rows(const S* rows, const int* pairs, const acc_t<S>* weights, acc_t<S>* sum, int64_t A,
+                         int64_t C, int64_t count, int64_t begin, int64_t end) {
   while (begin > 0 && begin < count && pairs[begin] / A == pairs[begin - 1] / A) begin++;
   while (end > 0 && end < count && pairs[end] / A == pairs[end - 1] / A) end++;
   for (int64_t i = begin; i < end; i++) {
     acc_t<S>* to = sum + pairs[i] / A * C;
     const acc_t<S> w = weights ? weights[pairs[i]] : 1;
     for (int64_t c = 0; c < C; c += 8) {
-      store_n(to + c, load_n(to + c, C - c, acc_t<S>(0)) + load_n(rows + i * C + c, C - c, acc_t<S>(0)) * w, C - c);
+      store_n(to + c, load_n(to + c, C - c, acc_t<S>(0)) + load_n(rows + i * C + c, C - c, acc_t<S>(0)) * w,
+              C - c);
     }
   }
 }
@@ -519,17 +570,23 @@ template <class S> struct Experts {  // scratch tensors for the largest expert, 
     });
   }
 };
-template <class S> Experts<S> experts_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor& down,
-                                         const at::Tensor& order, const at::Tensor& offsets) {
-  return {w.size(1), x.size(1), down.size(2), down.size(0), order.const_data_ptr<int>(), offsets.const_data_ptr<int>()};
+template <class S>
+Experts<S> experts_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor& down,
+                      const at::Tensor& order, const at::Tensor& offsets) {
+  return {w.size(1),
+          x.size(1),
+          down.size(2),
+          down.size(0),
+          order.const_data_ptr<int>(),
+          offsets.const_data_ptr<int>()};
 }
 constexpr auto accumulator = [](const at::Tensor& x) {
   return at::zeros(x.sizes(), x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
 };
 }  // namespace
 
-// Stable counting sort of the N A (token, choice) pairs by expert: order[0] = pair at each place, order[1] = place of
-// each pair, offsets[e] = end of expert e. Returns false when an index is outside [0, E).
+// Stable counting sort of the N A (token, choice) pairs by expert: order[0] = pair at each place, order[1] =
+// place of each pair, offsets[e] = end of expert e. Returns false when an index is outside [0, E).
 bool mtp_cpu_sort(const int64_t* index, int64_t pairs, int64_t E, int* order, int* offsets) {
   std::vector<int> next(E + 1, 0);
   for (int64_t i = 0; i < pairs; i++) {
@@ -545,11 +602,12 @@ bool mtp_cpu_sort(const int64_t* index, int64_t pairs, int64_t E, int* order, in
   return true;
 }
 
-// Per expert: gather, GEMM, act, GEMM, weighted sum, in scratch of one expert's size: no [N A, C] tensor exists.
-// Floor: the GEMMs, 6 N A C F multiply-adds. Measured: see the table that --bench prints.
-template <class S> void experts_forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& gate_up,
-                                        const at::Tensor& down, const at::Tensor& order, const at::Tensor& offsets,
-                                        at::Tensor& y, at::Tensor& pre) {
+// Per expert: gather, GEMM, act, GEMM, weighted sum, in scratch of one expert's size: no [N A, C] tensor
+// exists. Floor: the GEMMs, 6 N A C F multiply-adds. Measured: see the table that --bench prints.
+template <class S>
+void experts_forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& gate_up,
+                     const at::Tensor& down, const at::Tensor& order, const at::Tensor& offsets,
+                     at::Tensor& y, at::Tensor& pre) {
   auto m = experts_of<S>(x, w, down, order, offsets);
   at::Tensor sum = accumulator(x), rows = m.largest(x, m.C), act = m.largest(x, m.F);
   for (int64_t e = 0; e < m.E; e++) {
@@ -565,12 +623,14 @@ template <class S> void experts_forward(const at::Tensor& x, const at::Tensor& w
   }
   y = sum.to(x.scalar_type());
 }
-template <class S> void experts_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
-                                         const at::Tensor& gate_up, const at::Tensor& down, const at::Tensor& order,
-                                         const at::Tensor& offsets, const at::Tensor& pre, at::Tensor& dx,
-                                         at::Tensor& dw, at::Tensor& dgate_up, at::Tensor& ddown) {
+template <class S>
+void experts_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
+                      const at::Tensor& gate_up, const at::Tensor& down, const at::Tensor& order,
+                      const at::Tensor& offsets, const at::Tensor& pre, at::Tensor& dx, at::Tensor& dw,
+                      at::Tensor& dgate_up, at::Tensor& ddown) {
   auto m = experts_of<S>(x, w, down, order, offsets);
-  at::Tensor sum = accumulator(x), rows = m.largest(x, m.C), act = m.largest(x, m.F), dpre = m.largest(x, 2 * m.F);
+  at::Tensor sum = accumulator(x), rows = m.largest(x, m.C), act = m.largest(x, m.F),
+             dpre = m.largest(x, 2 * m.F);
   for (int64_t e = 0; e < m.E; e++) {
     const int64_t n = m.ends[e] - m.begin(e);
     at::Tensor dw1 = dgate_up.select(0, e), dw2 = ddown.select(0, e);
@@ -584,8 +644,8 @@ template <class S> void experts_backward(const at::Tensor& dy, const at::Tensor&
     at::mm_out(g, dout, down.select(0, e));
     at::parallel_for(0, n, grain(m.F), [&](int64_t b, int64_t end) {
       act_backward_rows<S>(h.const_data_ptr<S>(), g.mutable_data_ptr<S>(), dh.mutable_data_ptr<S>(),
-                           m.order + m.begin(e), w.const_data_ptr<acc_t<S>>(), dw.mutable_data_ptr<acc_t<S>>(), m.F, b,
-                           end);
+                           m.order + m.begin(e), w.const_data_ptr<acc_t<S>>(),
+                           dw.mutable_data_ptr<acc_t<S>>(), m.F, b, end);
     });
     at::mm_out(dw2, dout.t(), g);
     at::mm_out(dw1, dh.t(), m.gather(x, rows, e));
@@ -596,16 +656,17 @@ template <class S> void experts_backward(const at::Tensor& dy, const at::Tensor&
   dx = sum.to(x.scalar_type());
 }
 
-// ---- what bind.cpp calls -------------------------------------------------------------------------------------------
+// ---- what bind.cpp calls
+// -------------------------------------------------------------------------------------------
 void mtp_cpu_experts_forward(int dtype, const at::Tensor& x, const at::Tensor& w, const at::Tensor& gate_up,
-                             const at::Tensor& down, const at::Tensor& order, const at::Tensor& offsets, at::Tensor& y,
-                             at::Tensor& pre) {
+                             const at::Tensor& down, const at::Tensor& order, const at::Tensor& offsets,
+                             at::Tensor& y, at::Tensor& pre) {
   by_dtype(dtype, [&](auto s) { experts_forward<decltype(s)>(x, w, gate_up, down, order, offsets, y, pre); });
 }
 void mtp_cpu_experts_backward(int dtype, const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
                               const at::Tensor& gate_up, const at::Tensor& down, const at::Tensor& order,
-                              const at::Tensor& offsets, const at::Tensor& pre, at::Tensor& dx, at::Tensor& dw,
-                              at::Tensor& dgate_up, at::Tensor& ddown) {
+                              const at::Tensor& offsets, const at::Tensor& pre, at::Tensor& dx,
+                              at::Tensor& dw, at::Tensor& dgate_up, at::Tensor& ddown) {
   by_dtype(dtype, [&](auto s) {
     experts_backward<decltype(s)>(dy, x, w, gate_up, down, order, offsets, pre, dx, dw, dgate_up, ddown);
   });
@@ -617,7 +678,8 @@ int mtp_cpu_merge_forward(int dtype, int64_t rows, int64_t H, int64_t G, int64_t
                           const void* const* vs, void* out, void* lse, void*) {
   by_dtype(dtype, [&](auto s) {
     using S = decltype(s);
-    Merge m{H, G, D, k, scale, rows * H * D * (int64_t)sizeof(S) > STREAM_BYTES, o_0, lse_0, q, {}, {}, {}, ks, vs};
+    Merge m{H,  G,  D,  k,  scale, rows * H * D * (int64_t)sizeof(S) > STREAM_BYTES, o_0, lse_0, q,
+            {}, {}, {}, ks, vs};
     m.out_w = out, m.lse_w = lse;
     at::parallel_for(0, rows, grain(H * D), [&](int64_t begin, int64_t end) {
       std::vector<acc_t<S>> scratch((2 * k + 1) * D + (k + 1) * padded(H / G));
@@ -632,7 +694,8 @@ int mtp_cpu_merge_backward(int dtype, int64_t rows, int64_t H, int64_t G, int64_
                            void* const* dks, void* const* dvs, void* do_0, void* dlse_0, void*, void*) {
   by_dtype(dtype, [&](auto s) {
     using S = decltype(s);
-    Merge m{H, G, D, k, scale, rows * H * D * (int64_t)sizeof(S) > STREAM_BYTES, o_0, lse_0, q, dout, out, lse, ks, vs};
+    Merge m{H,    G,   D,   k,  scale, rows * H * D * (int64_t)sizeof(S) > STREAM_BYTES, o_0, lse_0, q,
+            dout, out, lse, ks, vs};
     m.dq = dq, m.do_0 = do_0, m.dlse_0 = dlse_0, m.dks = dks, m.dvs = dvs;
     at::parallel_for(0, rows, grain(H * D), [&](int64_t begin, int64_t end) {
       std::vector<acc_t<S>> scratch(4 * k * D + H / G * 3 * D + (2 * k + 1) * padded(H / G));
@@ -647,9 +710,8 @@ int mtp_cpu_loss_rows(int dtype, int64_t rows, int64_t V, const void* teacher, v
                       int64_t* draft_index, void*) {
   by_dtype(dtype, [&](auto s) {
     Loss m{V, teacher, coeff, draft, ce, kl, teacher_index, draft_index, ce_weight, kl_weight};
-    at::parallel_for(0, rows, grain(V), [&](int64_t begin, int64_t end) {
-      loss_rows_range<decltype(s)>(m, begin, end);
-    });
+    at::parallel_for(0, rows, grain(V),
+                     [&](int64_t begin, int64_t end) { loss_rows_range<decltype(s)>(m, begin, end); });
   });
   return 0;
 }

@@ -1,10 +1,10 @@
 // Runs kernels.cu on a CPU, for the tests: the CUDA words it uses become an engine of ordinary C++.
 //
-// Default: one ucontext fiber per CUDA thread, blocks one after another. mtp_emulate_order sets the order in which the
-// threads of a block run: 0 ascending, 1 descending, 2 shuffled, 3 shuffled again at every barrier. Shared memory starts
-// as NaN (all bits set). A barrier that not every thread reaches, or that they reach at different lines, is an error.
-// MTP_EMULATE_THREADS: one OS thread per CUDA thread, for ThreadSanitizer, AddressSanitizer and UBSan.
-// Not seen here: races between blocks, coalescing, speed.
+// Default: one ucontext fiber per CUDA thread, blocks one after another. mtp_emulate_order sets the order in
+// which the threads of a block run: 0 ascending, 1 descending, 2 shuffled, 3 shuffled again at every barrier.
+// Shared memory starts as NaN (all bits set). A barrier that not every thread reaches, or that they reach at
+// different lines, is an error. MTP_EMULATE_THREADS: one OS thread per CUDA thread, for ThreadSanitizer,
+// AddressSanitizer and UBSan. Not seen here: races between blocks, coalescing, speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -28,7 +28,9 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define SHARED(type, name, n) static type name[n]; static emulation::Poison name##_poison(name, sizeof(name))
+#define SHARED(type, name, n)                                                                                \
+  static type name[n];                                                                                       \
+  static emulation::Poison name##_poison(name, sizeof(name))
 #define LAUNCH(kernel, grid, block, stream, ...) emulation::launch(grid, block, [&] { kernel(__VA_ARGS__); })
 #define LAUNCH_ERROR() (emulation::error.empty() ? 0 : 1)
 #define __syncthreads() emulation::block_barrier(__LINE__)
@@ -38,8 +40,12 @@
 #define __match_any_sync(mask, value) emulation::match_any(value, __LINE__)
 #define __popc __builtin_popcount
 
-struct Index { unsigned x; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct Index {
+  unsigned x;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
 
 namespace emulation {
 inline std::string error;
@@ -52,7 +58,10 @@ inline Index thread_index, block_index;
 inline Index block_dim, grid_dim;
 
 struct Poison {  // a __shared__ array: overwritten before every block
-  static std::vector<Poison*>& all() { static std::vector<Poison*> list; return list; }
+  static std::vector<Poison*>& all() {
+    static std::vector<Poison*> list;
+    return list;
+  }
   void* data;
   size_t bytes;
   Poison(void* p, size_t n) : data(p), bytes(n) {
@@ -61,9 +70,13 @@ struct Poison {  // a __shared__ array: overwritten before every block
   }
   void fill() const { std::memset(data, 0xff, bytes); }
 };
-inline void poison() { for (Poison* p : Poison::all()) p->fill(); }
+inline void poison() {
+  for (Poison* p : Poison::all()) p->fill();
+}
 
-struct Slots { uint64_t value[2][32]; };  // double-buffered: nobody writes a buffer that a slow lane still reads
+struct Slots {
+  uint64_t value[2][32];
+};  // double-buffered: nobody writes a buffer that a slow lane still reads
 inline std::vector<Slots> slots;
 inline std::vector<int> parity;
 
@@ -117,7 +130,9 @@ inline void wait(State state, int line) {
 }
 inline void block_barrier(int line) { wait(AT_BLOCK, line); }
 inline void warp_barrier(int line) { wait(AT_WARP, line); }
-inline void fail(const std::string& what) { if (error.empty()) error = what; }
+inline void fail(const std::string& what) {
+  if (error.empty()) error = what;
+}
 inline void trap(int line) {
   fail("trap at line " + std::to_string(line));
   wait(DONE, line);
@@ -130,8 +145,9 @@ inline void enter() {
 inline bool release(size_t begin, size_t end, State state) {
   for (size_t t = begin; t < end; t++) {
     if (fibers[t].state != state || fibers[t].line != fibers[begin].line) {
-      fail("divergent barrier: thread " + std::to_string(begin) + " at line " + std::to_string(fibers[begin].line) +
-           ", thread " + std::to_string(t) + " at line " + std::to_string(fibers[t].line));
+      fail("divergent barrier: thread " + std::to_string(begin) + " at line " +
+           std::to_string(fibers[begin].line) + ", thread " + std::to_string(t) + " at line " +
+           std::to_string(fibers[t].line));
       return false;
     }
   }
@@ -220,9 +236,19 @@ inline unsigned match_any(int value, int line) {
 #define gridDim emulation::grid_dim
 
 inline int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
-inline float __uint_as_float(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
-inline uint32_t __float_as_uint(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
-struct Bits { unsigned short bits; };
+inline float __uint_as_float(uint32_t u) {
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+inline uint32_t __float_as_uint(float f) {
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return u;
+}
+struct Bits {
+  unsigned short bits;
+};
 inline unsigned short __bfloat16_as_ushort(Bits b) { return b.bits; }
 inline unsigned short __half_as_ushort(Bits b) { return b.bits; }
 inline Bits __ushort_as_half(unsigned short b) { return {b}; }

@@ -1,25 +1,33 @@
 // CUDA kernels: the cached-attention merge, the loss rows and the passes around the experts' grouped GEMMs.
 //
 // Plain C launchers (pointers, sizes, a stream) and no torch header, so this compiles in seconds and, through
-// emulation.h with MTP_EMULATE, also as ordinary C++ for the tests. Arithmetic is fp32 whatever the storage type S. No
-// float atomics and no host synchronisation: results are the same bit for bit every run. A thread moves 8 elements at
-// a time as 16-byte words, so D, C and F are multiples of 8 and every pointer is 16-byte aligned (bind.cpp sees to it).
+// emulation.h with MTP_EMULATE, also as ordinary C++ for the tests. Arithmetic is fp32 whatever the storage
+// type S. No float atomics and no host synchronisation: results are the same bit for bit every run. A thread
+// moves 8 elements at a time as 16-byte words, so D, C and F are multiples of 8 and every pointer is 16-byte
+// aligned (bind.cpp sees to it).
 #ifdef MTP_EMULATE
 #include "emulation.h"
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cstdint>
-#define LAUNCH(kernel, grid, block, stream, ...) (kernel)<<<(grid), (block), 0, (cudaStream_t)(stream)>>>(__VA_ARGS__)
+#define LAUNCH(kernel, grid, block, stream, ...)                                                             \
+  (kernel)<<<(grid), (block), 0, (cudaStream_t)(stream)>>>(__VA_ARGS__)
 #define LAUNCH_ERROR() ((int)cudaGetLastError())
 #define SHARED(type, name, n) __shared__ type name[n]
 #endif
 
 namespace {
 
-struct Bf16 { uint16_t bits; };
-struct Fp16 { uint16_t bits; };
-template <class S> struct Pack { uint4 w[sizeof(S) / 2]; };  // 8 elements
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+template <class S> struct Pack {
+  uint4 w[sizeof(S) / 2];
+};  // 8 elements
 
 __device__ __forceinline__ void unpack2(uint32_t w, Bf16, float* x) {
   x[0] = __uint_as_float(w << 16);
@@ -29,7 +37,9 @@ __device__ __forceinline__ void unpack2(uint32_t w, Fp16, float* x) {
   x[0] = __half2float(__ushort_as_half((unsigned short)(w & 0xffff)));
   x[1] = __half2float(__ushort_as_half((unsigned short)(w >> 16)));
 }
-__device__ __forceinline__ uint32_t bits(float x, Bf16) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+__device__ __forceinline__ uint32_t bits(float x, Bf16) {
+  return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
 __device__ __forceinline__ uint32_t bits(float x, Fp16) { return __half_as_ushort(__float2half_rn(x)); }
 
 template <class S> __device__ __forceinline__ void unpack(const Pack<S>& p, float* x) {
@@ -75,15 +85,17 @@ __device__ __forceinline__ void axpy8(float a, const float* x, float* y) {
 #pragma unroll
   for (int i = 0; i < 8; i++) y[i] += a * x[i];
 }
-__device__ __forceinline__ float lane_sum(float v, int lanes) {  // over aligned groups of `lanes`, a power of two
+__device__ __forceinline__ float lane_sum(float v,
+                                          int lanes) {  // over aligned groups of `lanes`, a power of two
   for (int o = lanes / 2; o; o /= 2) v += __shfl_xor_sync(0xffffffffu, v, o);
   return v;
 }
 
-// ---- cached-attention merge ------------------------------------------------------------------------------------
-// s_j = scale q.k_j;  lse = logsumexp(lse_0, s_1..s_k);  out = exp(lse_0 - lse) o_0 + sum_j exp(s_j - lse) v_j
-// o_0, q, out [rows, H, D]; lse [rows, H] fp32; k_j, v_j [rows, G, D]; rows = B T; head h uses key head h / (H / G).
-// A group of `lanes` threads owns one (row, key head) and walks its H / G query heads with k_j and v_j in registers.
+// ---- cached-attention merge
+// ------------------------------------------------------------------------------------ s_j = scale q.k_j; lse
+// = logsumexp(lse_0, s_1..s_k);  out = exp(lse_0 - lse) o_0 + sum_j exp(s_j - lse) v_j o_0, q, out [rows, H,
+// D]; lse [rows, H] fp32; k_j, v_j [rows, G, D]; rows = B T; head h uses key head h / (H / G). A group of
+// `lanes` threads owns one (row, key head) and walks its H / G query heads with k_j and v_j in registers.
 // Bytes, s = element size, N = rows H, r = H / G: forward s N D (3 + 2 k / r) + 8 N;
 // backward s N D (4 + 4 k / r) + 16 N, plus 2 s N D for d o_0.
 // Floor on an H200 (4.3 TB/s), B = 1, H = 32, G = 4, T = 8192, D = 128, k = 3, bf16: 59 us, backward 103 us.
@@ -137,8 +149,8 @@ template <class S, int K> __global__ void __launch_bounds__(THREADS) merge_forwa
   }
 }
 
-// Any k, for chains longer than the registers hold: the keys come from cache again for every query head, the softmax
-// is kept running.
+// Any k, for chains longer than the registers hold: the keys come from cache again for every query head, the
+// softmax is kept running.
 template <class S> __global__ void __launch_bounds__(THREADS) merge_forward_long(Merge m) {
   const int64_t row = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / m.lanes;
   const int d = threadIdx.x % m.lanes * 8;
@@ -171,8 +183,8 @@ template <class S> __global__ void __launch_bounds__(THREADS) merge_forward_long
   }
 }
 
-// w_j = exp(s_j - lse), ds_j = scale w_j <dout, v_j - out>; dv_j = sum_h w_j dout, dk_j = sum_h ds_j q, dq = sum_j ds_j k_j
-// Steps j0 .. j0 + K - 1 of one launch; over several launches dq is summed in fp32 `scratch`.
+// w_j = exp(s_j - lse), ds_j = scale w_j <dout, v_j - out>; dv_j = sum_h w_j dout, dk_j = sum_h ds_j q, dq =
+// sum_j ds_j k_j Steps j0 .. j0 + K - 1 of one launch; over several launches dq is summed in fp32 `scratch`.
 template <class S, int K> __global__ void __launch_bounds__(THREADS) merge_backward(Merge m, int j0) {
   const int64_t row = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / m.lanes;
   const int d = threadIdx.x % m.lanes * 8;
@@ -221,10 +233,11 @@ template <class S, int K> __global__ void __launch_bounds__(THREADS) merge_backw
   }
 }
 
-// ---- stable counting sort of (token, choice) pairs by expert -----------------------------------------------------
-// order[place] = pair, order[pairs + pair] = place, offsets[e] = end of expert e. Bytes: 8 + 8 + 4 + 4 per pair.
-// The pairs are cut into at most 256 chunks: count each (expert, chunk), scan over them, then one warp per chunk hands
-// out the places in order, which makes the sort stable without a sort. Measured: not yet run on a GPU.
+// ---- stable counting sort of (token, choice) pairs by expert
+// ----------------------------------------------------- order[place] = pair, order[pairs + pair] = place,
+// offsets[e] = end of expert e. Bytes: 8 + 8 + 4 + 4 per pair. The pairs are cut into at most 256 chunks:
+// count each (expert, chunk), scan over them, then one warp per chunk hands out the places in order, which
+// makes the sort stable without a sort. Measured: not yet run on a GPU.
 constexpr int MAX_EXPERTS = 1024, SCAN = 512;
 
 __device__ __forceinline__ int expert_at(const int64_t* index, int64_t i, int E) {
@@ -241,7 +254,8 @@ __global__ void sort_count(const int64_t* index, int64_t pairs, int E, int64_t c
   __syncthreads();
   for (int e = threadIdx.x; e < E; e += blockDim.x) counts[(int64_t)e * gridDim.x + blockIdx.x] = seen[e];
 }
-__global__ void sort_scan(int* counts, int E, int chunks, int* offsets) {  // one block; counts become first places
+__global__ void sort_scan(int* counts, int E, int chunks,
+                          int* offsets) {  // one block; counts become first places
   SHARED(int, total, SCAN);
   const int n = E * chunks, span = (n + SCAN - 1) / SCAN, t = threadIdx.x;
   const int begin = t * span < n ? t * span : n, end = begin + span < n ? begin + span : n;
@@ -263,7 +277,8 @@ __global__ void sort_scan(int* counts, int E, int chunks, int* offsets) {  // on
     if (i % chunks == chunks - 1) offsets[i / chunks] = place;
   }
 }
-__global__ void sort_scatter(const int64_t* index, int64_t pairs, int E, int64_t chunk, const int* counts, int* order) {
+__global__ void sort_scatter(const int64_t* index, int64_t pairs, int E, int64_t chunk, const int* counts,
+                             int* order) {
   SHARED(int, next, MAX_EXPERTS);
   const int lane = threadIdx.x;
   for (int e = lane; e < E; e += 32) next[e] = counts[(int64_t)e * gridDim.x + blockIdx.x];
@@ -285,9 +300,11 @@ __global__ void sort_scatter(const int64_t* index, int64_t pairs, int E, int64_t
   }
 }
 
-// ---- the passes around the grouped GEMMs -------------------------------------------------------------------------
-// rows[place] = x[order[place] / A]: 2 s C bytes a pair. One thread moves 8 elements.
-template <class S> __global__ void gather(const S* x, const int* order, int64_t pairs, int64_t A, int64_t C, S* rows) {
+// ---- the passes around the grouped GEMMs
+// ------------------------------------------------------------------------- rows[place] = x[order[place] /
+// A]: 2 s C bytes a pair. One thread moves 8 elements.
+template <class S>
+__global__ void gather(const S* x, const int* order, int64_t pairs, int64_t A, int64_t C, S* rows) {
   const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, per_row = C / 8;
   if (i >= pairs * per_row) return;
   const int64_t place = i / per_row, c = i % per_row * 8;
@@ -305,10 +322,11 @@ template <class S> __global__ void act(const S* h, int64_t pairs, int64_t F, S* 
   for (int j = 0; j < 8; j++) up[j] *= gate[j] / (1 + expf(-gate[j]));
   store<S>(a, row * F + f, up);
 }
-// g = dy W2, router weight left out; in place g <- w a, which d W2 needs; dh = w g da/dh; dw = <a, g>. A warp per row,
-// 6 s F bytes a pair.
-template <class S> __global__ void act_backward(const S* h, S* g, const int* order, const float* weights, int64_t pairs,
-                                                int64_t F, S* dh, float* dweights) {
+// g = dy W2, router weight left out; in place g <- w a, which d W2 needs; dh = w g da/dh; dw = <a, g>. A warp
+// per row, 6 s F bytes a pair.
+template <class S>
+__global__ void act_backward(const S* h, S* g, const int* order, const float* weights, int64_t pairs,
+                             int64_t F, S* dh, float* dweights) {
   const int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
   if (row >= pairs) return;  // a whole warp leaves
@@ -335,9 +353,11 @@ template <class S> __global__ void act_backward(const S* h, S* g, const int* ord
   dot = lane_sum(dot, 32);
   if (lane == 0) dweights[pair] = dot;
 }
-// y[n] = sum_a w[n, a] rows[place of (n, a)], in the order of a: s C (A + 1) bytes a token. No weights: plain sum.
-template <class S> __global__ void combine(const S* rows, const int* places, const float* weights, int64_t N, int64_t A,
-                                           int64_t C, S* y) {
+// y[n] = sum_a w[n, a] rows[place of (n, a)], in the order of a: s C (A + 1) bytes a token. No weights: plain
+// sum.
+template <class S>
+__global__ void combine(const S* rows, const int* places, const float* weights, int64_t N, int64_t A,
+                        int64_t C, S* y) {
   const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, per_row = C / 8;
   if (i >= N * per_row) return;
   const int64_t n = i / per_row, c = i % per_row * 8;
@@ -353,24 +373,31 @@ template <class S> __global__ void zero_empty(const int* offsets, int64_t per_ex
   const int e = blockIdx.x;
   if (offsets[e] != (e ? offsets[e - 1] : 0)) return;
   const float zero[8] = {};
-  for (int64_t i = threadIdx.x * 8; i < per_expert; i += blockDim.x * 8) store<S>(w, e * per_expert + i, zero);
+  for (int64_t i = threadIdx.x * 8; i < per_expert; i += blockDim.x * 8)
+    store<S>(w, e * per_expert + i, zero);
 }
 
-// ---- loss rows ---------------------------------------------------------------------------------------------------
-// p = softmax(teacher), q = softmax(draft), y = argmax teacher. ce = -log q_y, kl = sum p (log p - log q),
-// draft <- coeff ((ce_weight + kl_weight) q - kl_weight p - ce_weight [y]). Logits [R, V]; ties go to the lowest index.
-// A block per row. Bytes: 5 s V a row (both read twice, one written); floor at V = 151936, bf16, 4.3 TB/s: 353 ns a row.
-// Measured: not yet run on a GPU.
+// ---- loss rows
+// --------------------------------------------------------------------------------------------------- p =
+// softmax(teacher), q = softmax(draft), y = argmax teacher. ce = -log q_y, kl = sum p (log p - log q), draft
+// <- coeff ((ce_weight + kl_weight) q - kl_weight p - ce_weight [y]). Logits [R, V]; ties go to the lowest
+// index. A block per row. Bytes: 5 s V a row (both read twice, one written); floor at V = 151936, bf16, 4.3
+// TB/s: 353 ns a row. Measured: not yet run on a GPU.
 constexpr int LOSS_THREADS = 512;
-struct Stats { float top, sum; int64_t index; };
+struct Stats {
+  float top, sum;
+  int64_t index;
+};
 
 __device__ __forceinline__ Stats join(const Stats& a, const Stats& b) {
   const float top = fmaxf(a.top, b.top);
   const bool first = a.top > b.top || (a.top == b.top && a.index < b.index);
-  return {top, a.sum * (a.top == top ? 1 : expf(a.top - top)) + b.sum * (b.top == top ? 1 : expf(b.top - top)),
+  return {top,
+          a.sum * (a.top == top ? 1 : expf(a.top - top)) + b.sum * (b.top == top ? 1 : expf(b.top - top)),
           first ? a.index : b.index};
 }
-template <class S> __device__ __forceinline__ void load_row(const S* p, int64_t i, int64_t V, bool aligned, float* x) {
+template <class S>
+__device__ __forceinline__ void load_row(const S* p, int64_t i, int64_t V, bool aligned, float* x) {
   if (aligned) return load<S>(p, i, true, x);
   const uint16_t* half = (const uint16_t*)p;
   for (int j = 0; j < 8; j++) {
@@ -383,7 +410,10 @@ template <class S> __device__ __forceinline__ void load_row(const S* p, int64_t 
   }
 }
 template <class S> __device__ __forceinline__ void store_one(S* p, int64_t i, float x) {
-  if constexpr (sizeof(S) == 4) p[i] = x; else p[i].bits = (uint16_t)bits(x, S());
+  if constexpr (sizeof(S) == 4)
+    p[i] = x;
+  else
+    p[i].bits = (uint16_t)bits(x, S());
 }
 template <class S> __device__ Stats row_stats(const S* p, int64_t V, bool aligned) {
   Stats r = {-INFINITY, 0, V};
@@ -415,9 +445,10 @@ template <class S> __device__ Stats row_stats(const S* p, int64_t V, bool aligne
   if (r.index == V) r.index = 0;  // nothing but -inf and NaN: any index will do, but a legal one
   return r;
 }
-template <class S> __global__ void __launch_bounds__(LOSS_THREADS)
-loss_rows(int64_t V, const S* teacher, S* draft, const float* coeff, float ce_weight, float kl_weight, bool aligned,
-          float* ce_out, float* kl_out, int64_t* teacher_index, int64_t* draft_index) {
+template <class S>
+__global__ void __launch_bounds__(LOSS_THREADS)
+    loss_rows(int64_t V, const S* teacher, S* draft, const float* coeff, float ce_weight, float kl_weight,
+              bool aligned, float* ce_out, float* kl_out, int64_t* teacher_index, int64_t* draft_index) {
   SHARED(float, warps, LOSS_THREADS / 32);
   SHARED(float, gold, 1);
   const int64_t row = blockIdx.x;
@@ -457,14 +488,17 @@ loss_rows(int64_t V, const S* teacher, S* draft, const float* coeff, float ce_we
   draft_index[row] = b.index;
 }
 
-// ---- launchers ---------------------------------------------------------------------------------------------------
+// ---- launchers
+// ---------------------------------------------------------------------------------------------------
 template <class F> int by_dtype(int dtype, F f) {
   if (dtype == 0) f(float());
   if (dtype == 1) f(Bf16());
   if (dtype == 2) f(Fp16());
   return LAUNCH_ERROR();
 }
-unsigned blocks(int64_t threads, int64_t per_block) { return (unsigned)((threads + per_block - 1) / per_block); }
+unsigned blocks(int64_t threads, int64_t per_block) {
+  return (unsigned)((threads + per_block - 1) / per_block);
+}
 
 Merge merge_of(int64_t rows, int64_t H, int64_t G, int64_t D, int64_t k, double scale, const void* const* ks,
                const void* const* vs) {
@@ -508,7 +542,8 @@ int mtp_cuda_merge_forward(int dtype, int64_t rows, int64_t H, int64_t G, int64_
 int mtp_cuda_merge_backward(int dtype, int64_t rows, int64_t H, int64_t G, int64_t D, int64_t k, double scale,
                             const void* dout, const void* q, const void* const* ks, const void* const* vs,
                             const void* out, const void* lse, const void* o_0, const void* lse_0, void* dq,
-                            void* const* dks, void* const* dvs, void* do_0, void* dlse_0, void* scratch, void* stream) {
+                            void* const* dks, void* const* dvs, void* do_0, void* dlse_0, void* scratch,
+                            void* stream) {
   Merge m = merge_of(rows, H, G, D, k, scale, ks, vs);
   m.dout = dout, m.q = q, m.out = out, m.lse = (const float*)lse, m.o_0 = o_0, m.lse_0 = (const float*)lse_0;
   m.dq = dq, m.do_0 = do_0, m.dlse_0 = (float*)dlse_0, m.scratch = (float*)scratch;
@@ -518,7 +553,8 @@ int mtp_cuda_merge_backward(int dtype, int64_t rows, int64_t H, int64_t G, int64
       backward_with<decltype(s), BACKWARD_K>(m, j, (int)(k - j < BACKWARD_K ? k - j : BACKWARD_K), stream);
   });
 }
-int mtp_cuda_sort(const int64_t* index, int64_t pairs, int64_t E, int* order, int* offsets, int* scratch, void* stream) {
+int mtp_cuda_sort(const int64_t* index, int64_t pairs, int64_t E, int* order, int* offsets, int* scratch,
+                  void* stream) {
   int64_t chunk = (pairs + 255) / 256;  // scratch holds E counts for each of 256 chunks
   chunk = (chunk < 1024 ? 1024 : chunk + 31) / 32 * 32;
   const int chunks = (int)blocks(pairs, chunk);
@@ -527,8 +563,8 @@ int mtp_cuda_sort(const int64_t* index, int64_t pairs, int64_t E, int* order, in
   LAUNCH(sort_scatter, chunks, 32, stream, index, pairs, (int)E, chunk, scratch, order);
   return LAUNCH_ERROR();
 }
-int mtp_cuda_gather(int dtype, const void* x, const int* order, int64_t pairs, int64_t A, int64_t C, void* rows,
-                    void* stream) {
+int mtp_cuda_gather(int dtype, const void* x, const int* order, int64_t pairs, int64_t A, int64_t C,
+                    void* rows, void* stream) {
   return by_dtype(dtype, [&](auto s) {
     using S = decltype(s);
     auto kernel = gather<S>;
@@ -542,16 +578,17 @@ int mtp_cuda_act(int dtype, const void* h, int64_t pairs, int64_t F, void* a, vo
     LAUNCH(kernel, blocks(pairs * (F / 8), 256), 256, stream, (const S*)h, pairs, F, (S*)a);
   });
 }
-int mtp_cuda_act_backward(int dtype, const void* h, void* g, const int* order, const float* weights, int64_t pairs,
-                          int64_t F, void* dh, float* dweights, void* stream) {
+int mtp_cuda_act_backward(int dtype, const void* h, void* g, const int* order, const float* weights,
+                          int64_t pairs, int64_t F, void* dh, float* dweights, void* stream) {
   return by_dtype(dtype, [&](auto s) {
     using S = decltype(s);
     auto kernel = act_backward<S>;
-    LAUNCH(kernel, blocks(pairs * 32, 256), 256, stream, (const S*)h, (S*)g, order, weights, pairs, F, (S*)dh, dweights);
+    LAUNCH(kernel, blocks(pairs * 32, 256), 256, stream, (const S*)h, (S*)g, order, weights, pairs, F, (S*)dh,
+           dweights);
   });
 }
-int mtp_cuda_combine(int dtype, const void* rows, const int* places, const float* weights, int64_t N, int64_t A,
-                     int64_t C, void* y, void* stream) {
+int mtp_cuda_combine(int dtype, const void* rows, const int* places, const float* weights, int64_t N,
+                     int64_t A, int64_t C, void* y, void* stream) {
   return by_dtype(dtype, [&](auto s) {
     using S = decltype(s);
     auto kernel = combine<S>;
@@ -565,9 +602,9 @@ int mtp_cuda_zero_empty(int dtype, const int* offsets, int64_t E, int64_t per_ex
     LAUNCH(kernel, (unsigned)E, 256, stream, offsets, per_expert, (S*)w);
   });
 }
-int mtp_cuda_loss_rows(int dtype, int64_t rows, int64_t V, const void* teacher, void* draft, const void* coeff,
-                       double ce_weight, double kl_weight, void* ce, void* kl, int64_t* teacher_index,
-                       int64_t* draft_index, void* stream) {
+int mtp_cuda_loss_rows(int dtype, int64_t rows, int64_t V, const void* teacher, void* draft,
+                       const void* coeff, double ce_weight, double kl_weight, void* ce, void* kl,
+                       int64_t* teacher_index, int64_t* draft_index, void* stream) {
   const bool aligned = V % 8 == 0 && ((uintptr_t)teacher | (uintptr_t)draft) % 16 == 0;
   return by_dtype(dtype, [&](auto s) {
     using S = decltype(s);
