@@ -46,7 +46,7 @@ def wide(dtype):
 
 # ---- references ------------------------------------------------------------------------------------------
 def merge_ref(o_0, lse_0, q, ks, vs, scale):
-    """Attention over k cached keys of the own row, merged into (o_0, lse_0). (B, T, H, D), kv (B, T, G, D)."""
+    """Attention over k cached keys of the own row, merged into (o_0, lse_0). (B,T,H,D), kv (B,T,G,D)."""
     group = q.shape[2] // ks[0].shape[2]
     k, v = (torch.stack([x.repeat_interleave(group, 2) for x in xs]) for xs in (ks, vs))
     s = torch.cat([lse_0[None], (q * k).sum(-1).to(lse_0.dtype) * scale])
@@ -90,7 +90,7 @@ def experts_ref(x, topk_indices, topk_weights, gate_up_proj, down_proj):
 
 
 def loss_rows_ref(teacher, draft, coeff, ce_weight, kl_weight):
-    """(ce, kl, argmax teacher, argmax draft) per row; draft <- gradient of coeff (ce_weight ce + kl_weight kl)."""
+    """(ce, kl, argmax teacher, argmax draft); draft <- gradient of coeff (ce_weight ce + kl_weight kl)."""
     t, d = teacher.to(coeff.dtype), draft.to(coeff.dtype)
     log_p, log_q = t.log_softmax(-1), d.log_softmax(-1)
     p, gold, choice = log_p.exp(), t.argmax(-1), d.argmax(-1)
@@ -310,7 +310,7 @@ def to(xs, f):
 
 def check_twice(runs, dtype):
     """runs: (ours, PyTorch's, float64's outputs) per seed. RMS error against float64 at most twice PyTorch's;
-    where PyTorch's few numbers are exact by luck, 4 fp32 roundings. Lists count as one output, integers match."""
+    where PyTorch's few numbers are exact by luck, 4 fp32 roundings. A list counts as one output."""
     joined = lambda x: torch.cat([t.flatten() for t in x]) if isinstance(x, (list, tuple)) else x
     for i, outputs in enumerate(zip(*[zip(*run, strict=True) for run in runs])):
         mine = torchs = size = 0.0

@@ -151,7 +151,7 @@ template <class S, int K> __global__ void __launch_bounds__(THREADS) merge_forwa
 
 // Any k, for chains longer than the registers hold: the keys come from cache again for every query head, the
 // softmax is kept running.
-template <class S> __global__ void __launch_bounds__(THREADS) merge_forward_long(Merge m) {
+template <class S> __global__ void __launch_bounds__(THREADS, 4) merge_forward_long(Merge m) {
   const int64_t row = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / m.lanes;
   const int d = threadIdx.x % m.lanes * 8;
   const bool in = row < m.rows * m.G, on = in && d < m.D;
