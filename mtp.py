@@ -48,6 +48,12 @@ try:
 except ImportError as error:
     FLEX_MISSING = f"torch {torch.__version__} cannot return FlexAttention's lse ({error})"
 
+try:
+    import mtp_kernels  # compiled from csrc/; registers torch.ops.mtp_kernels
+    KERNELS, NO_KERNELS = True, None
+except ImportError as error:  # the functions named _ref serve instead
+    KERNELS, NO_KERNELS = False, f"{error}; build them with: python setup.py build_ext --inplace"
+
 def require(holds, message):
     if not holds:
         raise ValueError(message)
@@ -226,7 +232,7 @@ def merge_ref(o_0, lse_0, q, ks, vs, scale):
     """Merge block 0's attention with one key per row and later step, see above. o_0, q (B, T, H, D), lse_0
     (B, T, H), natural log, fp32; ks, vs lists of (B, T, G, D). Returns out (B, T, H, D) and lse (B, T, H)."""
     k, v = (torch.stack(x, dim=3).to(lse_0.dtype) for x in (ks, vs))  # (B, T, G, k, D)
-    rows = (*k.shape[:3], -1, q.shape[-1])
+    rows = (*k.shape[:3], q.shape[2] // k.shape[2], q.shape[-1])  # (B, T, G, H/G, D)
     q32, o_0, lse_0 = q.view(rows).to(k.dtype), o_0.view(rows).to(k.dtype), lse_0.view(*rows[:4], 1)
     s = scale * q32 @ k.mT  # (B, T, G, H/G, k)
     lse = torch.cat([lse_0, s], -1).logsumexp(-1, keepdim=True)
@@ -236,7 +242,7 @@ def merge_ref(o_0, lse_0, q, ks, vs, scale):
 def merge_backward_ref(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
     """Backward of merge_ref: dq (the part through s_j), dks, dvs; given o_0 and lse_0 also do_0, dlse_0."""
     k, v = (torch.stack(x, dim=3).to(lse.dtype) for x in (ks, vs))
-    rows = (*k.shape[:3], -1, q.shape[-1])
+    rows = (*k.shape[:3], q.shape[2] // k.shape[2], q.shape[-1])
     q32, dout32, out32 = (x.view(rows).to(lse.dtype) for x in (q, dout, out))
     w = (scale * q32 @ k.mT - lse.view(*rows[:4], 1)).exp()  # (B, T, G, H/G, k)
     delta = (dout32 * out32).sum(-1, keepdim=True)
@@ -249,7 +255,21 @@ def merge_backward_ref(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
     dlse_0 = w_0 * ((dout32 * o_0.view(rows)).sum(-1, keepdim=True) - delta)
     return dq, dks, dvs, (w_0 * dout32).view(q.shape).to(q.dtype), dlse_0.view(lse.shape)
 
-merge, merge_backward = merge_ref, merge_backward_ref
+def kernels_take(x, *sizes):
+    """Do the compiled kernels serve a tensor like x, whose widths are `sizes`?"""
+    here = KERNELS and (x.device.type == "cpu" or x.is_cuda and mtp_kernels.cuda and x.dtype != torch.float64)
+    return here and all(size % 8 == 0 for size in sizes)
+
+def merge(o_0, lse_0, q, ks, vs, scale):
+    if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 15:
+        return merge_ref(o_0, lse_0, q, ks, vs, scale)
+    return torch.ops.mtp_kernels.merge(o_0, lse_0, q, ks, vs, scale)
+
+def merge_backward(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
+    if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 15:
+        return merge_backward_ref(dout, q, ks, vs, out, lse, scale, o_0, lse_0)
+    *grads, first = torch.ops.mtp_kernels.merge_backward(dout, q, ks, vs, out, lse, scale, o_0, lse_0)
+    return *grads, *first
 
 def causal_block_cpu(q, k, v, docs, scale):
     """o (B, T, H, D), lse (B, T, H) of causal attention by a private op, the only one on a CPU that gives its
@@ -485,6 +505,13 @@ def experts_grouped(x, chosen, weights, gate_up_proj, down_proj):
     out = F.grouped_mm(act, down_proj.mT, offs=ends)  # (N * A, C), sorted by expert
     return out[order.argsort()].view(*chosen.shape, -1).to(weights.dtype).sum(1).to(x.dtype)
 
+def experts(x, chosen, weights, gate_up_proj, down_proj):
+    """experts_ref by the fastest way there is for x."""
+    if kernels_take(x, x.shape[-1], down_proj.shape[-1]):
+        return torch.ops.mtp_kernels.experts_forward(x, chosen, weights, gate_up_proj, down_proj)[0]
+    way = ExpertsCPU.apply if x.device.type == "cpu" else experts_grouped
+    return way(x, chosen, weights, gate_up_proj, down_proj)
+
 class MLP(nn.Module):
     """silu(gate) * up -> down: the shared expert, and the dense layer of a target."""
     def __init__(self, hidden_size, width):
@@ -509,8 +536,8 @@ class MoE(nn.Module):
     def forward(self, x):
         """x (B, T, C) -> y (B, T, C), chosen experts (B, T, A)."""
         weights, chosen = self.gate(x.flatten(0, 1))
-        routed, fused = ExpertsCPU.apply if x.device.type == "cpu" else experts_grouped, self.experts
-        y = routed(x.flatten(0, 1), chosen, weights, fused.gate_up_proj, fused.down_proj).view(x.shape)
+        fused = self.experts
+        y = experts(x.flatten(0, 1), chosen, weights, fused.gate_up_proj, fused.down_proj).view(x.shape)
         y = y if self.shared_experts is None else y + self.shared_experts(x)
         return y, chosen.view(*x.shape[:2], -1)
 
@@ -921,7 +948,7 @@ def dense_draft_config(config, names, sizes):
             f"target has sliding-window attention ({sliding}), which neither draft nor serving layout has")
     require(not any(name.endswith("o_proj.bias") for name in names), "the target has o_proj biases, which no "
             "serving layout of a draft has")
-    F, shared = sizes["moe_intermediate_size"], sizes["n_shared_experts"]
+    E, A, F, shared = (sizes.get(name) for name in SIZES)
     if not shared:
         shared = max(1, width // F) if F else next(n for n in (4, 2, 1) if width % (32 * n) == 0 or n == 1)
     F = F or width // shared
@@ -929,8 +956,7 @@ def dense_draft_config(config, names, sizes):
             f"dense target's intermediate_size {width}")
     config = {"num_key_value_heads": config["num_attention_heads"], "rms_norm_eps": 1e-6, **config} | dict(
         model_type="glm4_moe", partial_rotary_factor=1.0, n_shared_experts=shared, moe_intermediate_size=F,
-        n_routed_experts=sizes["n_routed_experts"] or 8,
-        num_experts_per_tok=sizes["num_experts_per_tok"] or 2,
+        n_routed_experts=E or 8, num_experts_per_tok=A or 2,
         use_qk_norm=any(name.endswith("q_norm.weight") for name in names),
         attention_bias=any(name.endswith("q_proj.bias") for name in names))
     return replace(MTPConfig.from_hf(config), model_type=family)
@@ -1191,7 +1217,7 @@ def start_ranks(device="auto", backend="sdpa", sp=None):
     world, rank, local = (int(os.environ.get(name, default)) for name, default in
                           (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device, usp, group = torch.device(device, local) if device == "cuda" else torch.device(device), None, None
+    device, group = torch.device(device, local) if device == "cuda" else torch.device(device), None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     sp = (sp or world) if backend == "usp" else 1
@@ -1333,6 +1359,8 @@ class ModelOptions:
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
     target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
     trust_remote_code: bool = option(False, "let the target's repository run its own code")
+    kernels: str = option("auto", "compiled kernels: on; off, PyTorch only; auto: if built",
+                          choices=["auto", "on", "off"])
 
 @dataclass
 class TrainConfig(ModelOptions):
@@ -1431,6 +1459,16 @@ def choose_backend(name, device, dtype):
         say(f"backend {name}: " + (f"fa cannot run: {reason}" if reason else "memory linear in T"))
     require(name == "sdpa" or not reason, f"--backend {name} cannot run: {reason}. Use --backend sdpa")
     return name
+
+def choose_kernels(asked, device):
+    """Turn the compiled kernels on or off for this process, and say which and why."""
+    global KERNELS
+    lost = NO_KERNELS or (device.type == "cuda" and not mtp_kernels.cuda and "they were built without CUDA; "
+                          "anew: MTP_CUDA=1 python setup.py build_ext --inplace")
+    require(asked != "on" or not lost, f"--kernels on, but there are none: {lost}")
+    KERNELS = asked != "off" and not lost
+    if asked == "auto":
+        say("kernels on: compiled ones are installed" if KERNELS else f"kernels off, PyTorch only: {lost}")
 
 # ---- Training and evaluation -------------------------------------------------------------------------------
 
@@ -1535,6 +1573,7 @@ def acceptance_table(results):
 
 def open_target(cfg, ranks):
     """The target of --target, else the demo's, which rank 0 builds in the first run."""
+    choose_kernels(cfg.kernels, ranks.device)
     path = cfg.target
     if path is None:
         caches, python = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", sys.version_info

@@ -14,7 +14,7 @@ import sys
 from setuptools import setup
 
 KERNELS = ["csrc/bind.cpp", "csrc/cpu.cpp"]
-CXX_FLAGS = ["-O2", "-funswitch-loops", "-Wno-psabi", "-Wno-unknown-pragmas"] + (
+CXX_FLAGS = ["-O2", "-g0", "-funswitch-loops", "-Wno-psabi", "-Wno-unknown-pragmas"] + (
     ["-fopenmp"] if sys.platform == "linux" else []
 )
 NVCC_FLAGS = ["-O3", "--threads=2"]

