@@ -47,11 +47,9 @@ EXACT = {("glm4_moe", "pre", True): "vLLM", ("glm4_moe", "post", False): "SGLang
          ("hy_v3", "post", True): "vLLM", ("hy_v3", "post", False): "SGLang",
          ("bailing_moe_v2", "post", False): "SGLang"}
 
-
 # ---- Files -------------------------------------------------------------------------------------------------
 
 Entry = NamedTuple("Entry", [("dtype", str), ("shape", tuple), ("size", int), ("file", str)])  # size in bytes
-
 
 def read_header(path):
     """({name: Entry}, metadata) of a safetensors file, no tensor read. ValueError if it is cut short."""
@@ -64,7 +62,6 @@ def read_header(path):
         raise ValueError(f"{path} has {os.path.getsize(path)} bytes, its header says {end}: it is cut short")
     return {name: Entry(e["dtype"], tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0],
                         Path(path).name) for name, e in header.items()}, metadata
-
 
 def set_key(text, key, value):
     """A JSON object's text with one top-level key set; all else keeps its bytes if that is a scalar."""
@@ -79,18 +76,15 @@ def set_key(text, key, value):
     body += "\n" if body.endswith("{") else ",\n"
     return f'{body}{indent[1] if indent else "  "}"{key}": {new}\n}}{text[len(text.rstrip()):]}'
 
-
 def layer_number(name):
     """i of model.layers.i.*, or -1."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
-
 def save_shard(path, tensors, metadata):
     from safetensors.torch import save_file
     save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, path,
               metadata={"format": "pt", **metadata})
-
 
 # ---- What a configuration implies --------------------------------------------------------------------------
 
@@ -104,13 +98,11 @@ def layer_tensors(state, layout, prefix):
             found[f"{prefix}attention.query_key_value.{kind}"] = fused
     return found
 
-
 def expected_layer(config, names, prefix):
     """{checkpoint name: shape} of the MTP layer that a config.json implies; tensor names fill its gaps."""
     with torch.device("meta"):
         state = MTP(read_target_config(config, names)).state_dict()
     return {name: tuple(t.shape) for name, t in layer_tensors(state, config["model_type"], prefix).items()}
-
 
 def expected_stack(config, names):
     """{name: shape} of the main model that a config.json implies."""
@@ -128,12 +120,10 @@ def expected_stack(config, names):
         expected |= {f"model.layers.{i}.{name}": shape for name, shape in part.items()}
     return expected
 
-
 # ---- The source --------------------------------------------------------------------------------------------
 
 class Source:
     """A target directory: its config (dict and text) and its tensors' headers."""
-
     def __init__(self, path):
         self.path, self.checkpoint, self.entries = Path(path), Checkpoint(path), {}
         self.text, self.config = (self.path / "config.json").read_text(), self.checkpoint.config
@@ -157,7 +147,6 @@ class Source:
                 return DTYPES[self.entries[at].dtype]
         return tensor.dtype
 
-
 def native_config(source):
     """Text of OUT/config.json for a family with an MTP layer of its own: the source's, edited."""
     text, config = set_key(source.text, "num_nextn_predict_layers", 1), source.config
@@ -172,7 +161,6 @@ def native_config(source):
     for key, value in zip(HY_V3, (qk_norm, True, dense, config.get("moe_intermediate_size"))):
         text = text if config.get(key) is not None else set_key(text, key, value)
     return text
-
 
 # ---- Dense targets as MoE models ---------------------------------------------------------------------------
 # A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want a MoE layer in
@@ -205,14 +193,12 @@ def dense_config(source, draft, layout):
     config |= {key: getattr(draft, key) for key in same}
     return json.dumps(config | {k: source.config[k] for k in kept if k in source.config}, indent=2) + "\n"
 
-
 def dense_name(source, layout, name):
     """A dense source's tensor name in OUT; None: not carried over."""
     mlp, tied = f"model.layers.{source.N - 1}.mlp.", source.config.get("tie_word_embeddings")
     if name.endswith("rotary_emb.inv_freq") or tied and name == "lm_head.weight":
         return None
     return name.replace(mlp, mlp + ("shared_mlp." if layout == "hy_v3" else "shared_experts."))
-
 
 def dense_additions(source, config, names):
     """{name: tensor}: the last layer's router and experts, zeros, and the untied head; `names`: the rest."""
@@ -227,7 +213,6 @@ def dense_additions(source, config, names):
     if source.config.get("tie_word_embeddings"):
         found["lm_head.weight"] = source.checkpoint.read("model.embed_tokens.weight")
     return found
-
 
 # ---- Quantised targets -------------------------------------------------------------------------------------
 
@@ -253,7 +238,6 @@ def requantised(source, name, tensor):
     return {name: (codes.round() if dtype == torch.int8 else codes).to(dtype),
             name.removesuffix(".weight") + suffix: scale}
 
-
 def name_unquantised(text, names):
     """config.json's text with the modules of layer N's plain tensors named as unquantised.
 
@@ -275,7 +259,6 @@ def name_unquantised(text, names):
     same = quantised == json.loads(text)["quantization_config"]
     return text if same else set_key(text, "quantization_config", quantised)
 
-
 # ---- Plan and writing --------------------------------------------------------------------------------------
 
 class Plan(NamedTuple):
@@ -294,7 +277,6 @@ class Plan(NamedTuple):
         kept = {new: self.source.entries[old]._replace(file=RENAMED.get(file, file))
                 for file, names in self.keep.items() for old, new in names.items()}
         return kept | {n: Entry(NAMES[t.dtype], tuple(t.shape), t.nbytes, SHARD) for n, t in self.new.items()}
-
 
 def make_plan(model, meta, source, layout, draft_only=False, requantize=False):
     """What OUT will hold. Raises ValueError for what the layout cannot express."""
@@ -316,7 +298,6 @@ def make_plan(model, meta, source, layout, draft_only=False, requantize=False):
     metadata = {"mtp_recycle": meta["recycle"], "mtp_zero_first_embedding": str(meta["zero_first_embedding"]),
                 "mtp_ttt_length": str(meta["ttt_length"]), "mtp_draft_only": str(draft_only)}
     return Plan(source, config, {} if draft_only else keep, new, metadata)
-
 
 def write(plan, folder):
     """Fill a new folder as planned."""
@@ -340,7 +321,6 @@ def write(plan, folder):
         done = path.name == "config.json" or path.name.endswith(WEIGHTS)
         if path.is_file() and not done and path.name[0] != ".":
             shutil.copy2(path.resolve(), folder / path.name)
-
 
 # ---- Check -------------------------------------------------------------------------------------------------
 
@@ -374,7 +354,6 @@ def check(folder):
         stack = {name: shape for name, shape in stack.items() if name in entries}
     return problems + wrong_shapes(stack, entries), metadata
 
-
 def wrong_shapes(expected, entries):
     found = []
     for name, shape in expected.items():
@@ -385,7 +364,6 @@ def wrong_shapes(expected, entries):
         elif entries[name].shape != shape:
             found.append(f"{name} has shape {entries[name].shape}, the config implies {shape}")
     return found
-
 
 def check_layer(folder, config, entries):
     """Problems of the MTP layer: keys, shapes, values, quantisation; keys that do not belong there."""
@@ -406,7 +384,6 @@ def check_layer(folder, config, entries):
         problems.append("quantization_config does not name the plain modules of the MTP layer as unquantised")
     return problems
 
-
 def report(folder, name=None):
     """Print the check of a folder and the engine its draft is exact for; returns True if nothing is wrong."""
     problems, metadata = check(folder)
@@ -423,7 +400,6 @@ def report(folder, name=None):
         print(f"trained with K = {K}, recycle {recycle}, zero_first_embedding {zero}: exact for {exact}")
     return not problems
 
-
 # ---- Command line ------------------------------------------------------------------------------------------
 
 def open_source(args, meta):
@@ -436,7 +412,6 @@ def open_source(args, meta):
         raise ValueError(f"the draft was trained for another target: config.json of {source.path} has sha256 "
                          f"{found[:12]}.., the draft expects {expected[:12]}..; give --target DIR")
     return source
-
 
 def convert(args):
     model, meta = load_draft(args.draft)
@@ -466,8 +441,7 @@ def convert(args):
     finally:
         shutil.rmtree(out.with_name(f".{out.name}.partial"), ignore_errors=True)
 
-
-def main(arguments=None):
+def parse(arguments):
     parser = argparse.ArgumentParser(prog="convert.py", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", nargs="?", help="draft directory that mtp.py trained")
@@ -480,7 +454,10 @@ def main(arguments=None):
                        ("--dry-run", "list what would be written"), ("--force", "replace a checkpoint OUT")):
         parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument("--check", metavar="OUT", help="check a serving directory; exit 1 if it is wrong")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+def main(arguments=None):
+    args = parse(arguments)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda text, *_: print(f"convert.py: warning: {text}", file=sys.stderr)
@@ -493,7 +470,6 @@ def main(arguments=None):
         print(f"convert.py: error: {error}", file=sys.stderr)
         return 2
     return 0
-
 
 if __name__ == "__main__":
     sys.exit(main())

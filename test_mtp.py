@@ -4,11 +4,12 @@
     pytest -q -m slow                      sanitizer builds of the CUDA source, planted faults, nvcc
     pytest -q -m serve                     the real engine; MTP_VLLM_PYTHON names its environment's python
     python test_mtp.py --bench [TABLE ..]  the README's tables of speed and memory: moe merge loss step
+    python test_mtp.py --parity            the README's table of largest differences
     python test_mtp.py --gpu [gpu.json]    on a GPU: checks, compute-sanitizer, timings against floors
 
 References are independent of the code under test: a loop over single rows in float64, transformers' own
 layers, plain autograd, vLLM. Tolerances are derived: float64 results may differ by the order of sums (1e-12
-of numbers of order one), fp32 layers by 1e-5, and code in 16 bits may err twice as much as plain PyTorch does.
+of numbers of order one), fp32 layers by 1e-5, code in 16 bits may err twice as much as plain PyTorch does.
 """
 import ast
 import ctypes
@@ -19,6 +20,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -1922,6 +1924,91 @@ def test_eval_and_generate_commands(tiny, trained, capsys):
     assert "lossless: token for token" in said and "tokens/s: " in said
     assert mtp.main([*generate, "w3", "--chat"]) == 0
     assert "lossless" in capsys.readouterr().out
+
+
+# ---- Kernels on and off ------------------------------------------------------------------------------------
+
+needs_built = pytest.mark.skipif(not mtp.KERNELS, reason="build them: python setup.py build_ext --inplace")
+
+
+def test_kernels_that_are_asked_for_and_missing_are_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(mtp, "NO_KERNELS", "No module named 'mtp_kernels'; build them with: python setup.py")
+    monkeypatch.setattr(mtp, "KERNELS", False)
+    with pytest.raises(ValueError, match="--kernels on, but there are none: No module.*build them with"):
+        mtp.choose_kernels("on", torch.device("cpu"))
+    mtp.choose_kernels("auto", torch.device("cpu"))
+    assert capsys.readouterr().out.startswith("kernels off, PyTorch only: No module")
+    mtp.choose_kernels("off", torch.device("cpu"))
+    assert not capsys.readouterr().out and not mtp.KERNELS
+
+
+@needs_built
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_kernels_change_rounding_only(backend, dtype, tolerance, monkeypatch):
+    """Loss, every figure and gradient with kernels and without; with kernels twice: the same bits."""
+    model = toy_draft(dtype, hidden_size=32, moe_intermediate_size=16)
+    batch = toy_batch(model, T=19)
+    results = []
+    for kernels in (True, True, False):
+        monkeypatch.setattr(mtp, "KERNELS", kernels)
+        results.append(run(model, *batch, backend=backend, ttt_length=4))
+    assert_same(results[0], results[1], rtol=0, atol=0)
+    assert torch.equal(results[0][0].hits, results[2][0].hits)
+    for name, grad in results[0][1].items():
+        assert_near(grad, results[2][1][name], tolerance, name)
+    torch.testing.assert_close(results[0][0].loss, results[2][0].loss, rtol=tolerance, atol=tolerance)
+
+
+@needs_built
+def test_kernels_are_used_where_they_fit(monkeypatch):
+    called = []
+    for name in ("merge", "merge_backward", "experts_forward"):
+        real = getattr(torch.ops.mtp_kernels, name)
+        monkeypatch.setattr(torch.ops.mtp_kernels, name, lambda *args, name=name, real=real: (
+            called.append(name), real(*args))[1])
+    fits = toy_draft(torch.float32, hidden_size=32, moe_intermediate_size=16)
+    run(fits, *toy_batch(fits), backend="fa")
+    assert sorted(set(called)) == ["experts_forward", "merge", "merge_backward"]
+    called.clear()
+    odd = toy_draft(torch.float32, head_dim=12, moe_intermediate_size=10)  # 12 and 10 are no multiples of 8
+    run(odd, *toy_batch(odd), backend="fa")
+    assert not called
+
+
+# ---- The README 
+
+def readme_blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (HERE / "README.md").read_text(), flags=re.M | re.S)
+
+
+def test_readme_snippets_run(tmp_path):
+    code = "\n".join(readme_blocks("python"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0 and "tensor(" in done.stdout, done.stderr
+
+
+def test_readme_commands_are_ones_that_exist():
+    """Every mtp.py and convert.py command line of the README and of the two docstrings parses."""
+    text = (HERE / "README.md").read_text() + mtp.__doc__ + convert.__doc__
+    start = r"^ *(?:torchrun|python)[^\n]*? ((?:mtp|convert)\.py(?: (?:\\\n|[^\n#])*)?)"
+    lines = re.findall(start, text, flags=re.M)
+    assert len(lines) >= 12
+    for line in lines:
+        line = re.split(r"  +[a-z]", line.replace("\\\n", " "))[0]  # the docstrings' remarks stand behind
+        words = [word for word in shlex.split(line) if word != "..."]
+        if words[0] == "mtp.py":
+            command = words[1] if words[1:] and words[1] in mtp.COMMANDS else "train"
+            mtp.parse(command, [word for word in words[1:] if word != command])
+        else:
+            convert.parse(words[1:])
+
+
+def test_readme_and_ci_name_the_same_environment():
+    commands = re.findall(r"^python3 -m venv \.venv && .*$", (HERE / "README.md").read_text(), flags=re.M)
+    assert len(commands) == 2 and commands[0].endswith("torchrun mtp.py")
+    assert commands[1].endswith("pytest -q test_mtp.py") and all("torch==2.13.0" in line for line in commands)
+    assert "grep '^python3 -m venv .venv ' README.md" in (HERE / ".ci/run").read_text()
 
 
 # ---- convert.py: tiny checkpoints --------------------------------------------------------------------------
@@ -3902,8 +3989,52 @@ def run_on_gpu(path):
     Path(path).write_text(json.dumps(report, indent=1))
 
 
+class Recorder:
+    """A pytest plugin: the largest difference that each test's comparisons saw."""
+    worst, current = {}, None
+
+    def pytest_collection_finish(self, session):
+        module = sys.modules["test_mtp"]
+        real, near = torch.testing.assert_close, module.assert_near
+
+        def assert_close(a, b, **options):
+            if torch.is_tensor(a) and a.is_floating_point() and a.numel():
+                self.see((a.double() - torch.as_tensor(b).double()).abs().max().item())
+            real(a, b, **options)
+
+        def assert_near(x, expected, tolerance, name=""):
+            self.see(((x - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item())
+            near(x, expected, tolerance, name)
+
+        torch.testing.assert_close, module.assert_near = assert_close, assert_near
+
+    def pytest_runtest_call(self, item):
+        self.current = item.name.partition("[")[0]
+
+    def see(self, difference):
+        self.worst[self.current] = max(self.worst.get(self.current, 0.0), difference)
+
+
+PARITY = ("training_computes_what_serving_computes", "ttt_loss_equals_the_row_by_row_reference",
+          "attention_equals_the_dense_reference", "usp_equals_one_rank",
+          "decoder_layer_is_transformers_layer", "chunked_loss_equals_autograd_over_whole_logits",
+          "any_split_of_a_batch_gives_the_same_gradients",
+          "packed_documents_do_not_leak", "kernels_change_rounding_only")
+
+
+def parity():
+    """The README's table: largest difference that each of these tests saw."""
+    recorder, names = Recorder(), " or ".join(PARITY)
+    code = pytest.main(["-q", __file__, "-k", names], plugins=[recorder])
+    for name in PARITY:
+        print(f"{recorder.worst.get('test_' + name, float('nan')):10.1e}  test_{name}")
+    return code
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--bench"]:
+    if sys.argv[1:2] == ["--parity"]:
+        sys.exit(parity())
+    elif sys.argv[1:2] == ["--bench"]:
         bench(sys.argv[2:])
     elif sys.argv[1:2] == ["--table"]:
         BENCHES[sys.argv[2]]()
