@@ -39,6 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import convert
 import mtp
@@ -3709,7 +3710,7 @@ def medians(candidates, seconds=20.0):
             start = time.perf_counter()
             f()
             times[name].append(1e3 * (time.perf_counter() - start))
-        if turn >= 3 and time.perf_counter() > stop:
+        if turn >= 2 and time.perf_counter() > stop:
             return {name: statistics.median(t[1:]) for name, t in times.items()}
 
 
@@ -3736,10 +3737,41 @@ def backward_of(f, inputs, grad):
     return run
 
 
+def saved_for_backward(f):
+    """Bytes that autograd keeps of f(), every storage once, leaves not counted."""
+    kept = {}
+
+    def keep(x):
+        if not x.is_leaf:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = f()
+    return sum(kept.values()), out
+
+
+def transformers_experts(E, C, width, A, dtype, gate_up, down):
+    """{name: module}: transformers' own routed experts in its two implementations."""
+    from transformers import Glm4MoeConfig
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
+
+    found = {}
+    for kind in ("eager", "grouped_mm"):
+        config = Glm4MoeConfig(hidden_size=C, moe_intermediate_size=width, n_routed_experts=E,
+                               num_experts_per_tok=A, hidden_act="silu")
+        config._experts_implementation = kind
+        module = Glm4MoeExperts(config)
+        module.gate_up_proj, module.down_proj = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
+        found[f"transformers {kind}"] = module
+    return found
+
+
 def bench_moe(C=1024, width=512, E=64, A=8, T=4096):
     for dtype in (torch.float32, torch.bfloat16):
         dy, x, index, w, gate_up, down = expert_inputs(T, C, A, E, width, dtype)
-        leaves = [t.requires_grad_() for t in (x, w, gate_up, down)]
+        for leaf in (x, w, gate_up, down):
+            leaf.requires_grad_()
         rows, act = torch.randn(T * A, C, dtype=dtype), torch.randn(T * A, width, dtype=dtype)
         w1, w2, h = gate_up[0].detach(), down[0].detach(), torch.randn(T * A, 2 * width, dtype=dtype)
         o1, o2, o3 = torch.empty_like(h), torch.empty_like(rows), torch.empty_like(act)
@@ -3754,37 +3786,74 @@ def bench_moe(C=1024, width=512, E=64, A=8, T=4096):
                 torch.mm(h, w1, out=o2)
                 torch.mm(h.t(), rows, out=g1)
 
-        def grouped(x, w, gate_up, down):
-            order = index.flatten().argsort(stable=True)
-            ends = index.flatten().bincount(minlength=E).cumsum(0).int()
-            gate, up = F.grouped_mm(x[order // A], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-            out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * w.flatten()[
-                order, None
-            ].to(dtype)
-            return torch.zeros_like(x).index_add_(0, order // A, out)
-
-        ours = lambda x, w, gate_up, down: torch.ops.mtp_kernels.experts_forward(x, index, w, gate_up, down)[
-            0
-        ]
-        with torch.no_grad():
-            found = medians(
-                {
-                    "dense matmuls (floor)": lambda: dense(False),
-                    "ours": lambda: ours(*leaves),
-                    "F.grouped_mm": lambda: grouped(*leaves),
-                }
-            )
+        peers = transformers_experts(E, C, width, A, dtype, gate_up.detach(), down.detach())
+        calls = {
+            "mtp.py, kernels on": lambda: mtp.experts(x, index, w, gate_up, down),
+            "mtp.py, kernels off": lambda: mtp.ExpertsCPU.apply(x, index, w, gate_up, down),
+            "mtp.py's grouped_mm path": lambda: mtp.experts_grouped(x, index, w, gate_up, down),
+            **{name: lambda module=module: module(x, index, w.to(dtype)) for name, module in peers.items()},
+        }
         note = f"C={C} F={width} E={E} A={A} T={T}, {dtype}"
-        table("MoE forward", found, found["dense matmuls (floor)"], note)
-        found = medians(
-            {
-                "dense matmuls (floor)": lambda: dense(True),
-                "ours": backward_of(ours, leaves, dy),
-                "F.grouped_mm": backward_of(grouped, leaves, dy),
-            },
-            40,
-        )
-        table("MoE forward + backward", found, found["dense matmuls (floor)"], note)
+        floor = "dense matmuls of the same FLOPs (floor)"
+        with torch.no_grad():
+            found = medians({floor: lambda: dense(False), **calls}, 10)
+        table("MoE forward", found, found[floor], note)
+        steps = {floor: lambda: dense(True)}
+        for name, call in calls.items():
+            module = peers.get(name)
+            grads = [x, w, *(module.parameters() if module else (gate_up, down))]
+            steps[name] = lambda call=call, grads=grads: torch.autograd.grad(call(), grads, dy)
+        found = medians(steps, 30)
+        table("MoE forward + backward", found, found[floor], note)
+        for name, call in calls.items():
+            print(f"  {name:42s} saved for backward {saved_for_backward(call)[0] / 2**20:7.0f} MiB")
+
+
+class Matmuls(TorchDispatchMode):
+    """Records the matrix products that run under it, to be run again on their own."""
+    def __init__(self):
+        super().__init__()
+        self.calls, self.held = [], {}
+
+    def like(self, x):
+        key = x.shape, x.stride(), x.dtype
+        if key not in self.held:
+            self.held[key] = torch.empty_strided(*key[:2], dtype=x.dtype).normal_()
+        return self.held[key]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.calls.append((function.overloadpacket, [self.like(x) for x in args if torch.is_tensor(x)]))
+        return function(*args, **(kwargs or {}))
+
+    def replay(self):
+        for function, args in self.calls:
+            function(*args)
+
+
+def bench_step():
+    """A whole training step, forward and backward, against the matrix products it consists of."""
+    for T, C, V, K, E, A, width in ((256, 256, 8192, 4, 8, 2, 128), (2048, 1024, 32000, 3, 32, 4, 512)):
+        H, G, D = (8, 2, 32) if C == 256 else (16, 4, 64)
+        model = mtp.MTP(mtp.MTPConfig(
+            vocab_size=V, hidden_size=C, num_attention_heads=H, num_key_value_heads=G, head_dim=D,
+            n_routed_experts=E, num_experts_per_tok=A, moe_intermediate_size=width))
+        model.set_target(torch.randn(V, C) * 0.02, torch.randn(V, C) * 0.02)
+        ids, hidden = torch.randint(V, (1, T)), torch.randn(1, T, C)
+
+        def step(kernels, backend="fa"):
+            mtp.KERNELS = kernels
+            model.zero_grad(set_to_none=True)
+            mtp.ttt_loss(model, ids, hidden, ttt_length=K, backend=backend).loss.backward()
+
+        with Matmuls() as matmuls:
+            step(False)
+        floor = "its matrix products alone (floor)"
+        found = medians({floor: matmuls.replay, "mtp.py fa, kernels on": lambda: step(True),
+                         "mtp.py fa, kernels off": lambda: step(False),
+                         "mtp.py sdpa, kernels off": lambda: step(False, "sdpa")}, 20)
+        note = f"T={T} C={C} V={V} K={K} E={E} A={A} F={width} H={H} G={G} D={D}, fp32"
+        table("training step", found, found[floor], note)
 
 
 def bench_merge(B=1, H=32, G=4, T=8192, D=128, k=3):
@@ -3840,7 +3909,7 @@ def bench_loss(T=1024, C=512, chunk=256):
         table("loss rows", found, found["three GEMMs (floor)"], f"T={T} C={C} V={V} chunk={chunk}, {dtype}")
 
 
-BENCHES = {"moe": bench_moe, "merge": bench_merge, "loss": bench_loss}
+BENCHES = {"moe": bench_moe, "merge": bench_merge, "loss": bench_loss, "step": bench_step}
 
 
 def bench(names):
@@ -3849,9 +3918,9 @@ def bench(names):
     for name in names or BENCHES:
         for setting, extra in (("default malloc", {}), ("tuned malloc", TUNED)):
             print(f"\n==== {name}, {setting}, {torch.get_num_threads()} threads", flush=True)
-            subprocess.run(
-                [sys.executable, __file__, "--table", name], env={**os.environ, **extra}, check=True
-            )
+            if name != "step" or not extra:
+                command = [sys.executable, __file__, "--table", name]
+                subprocess.run(command, env={**os.environ, **extra}, check=True)
 
 
 # ---- csrc: on a GPU ----------------------------------------------------------------------------------------
