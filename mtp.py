@@ -1034,7 +1034,7 @@ DEMO = MTPConfig(vocab_size=4096, hidden_size=256, num_attention_heads=8, num_ke
 
 class DemoTarget(nn.Module):
     """A small glm4_moe language model of this file's own layers: the first one dense, the others MoE."""
-    n_layers, dense_width, steps, batch, length = 3, 512, 400, 8, 128
+    n_layers, dense_width, steps, batch, length = 3, 512, 800, 8, 128
     def __init__(self, config):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
