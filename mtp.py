@@ -588,28 +588,57 @@ class MTP(DecoderLayer):
 
 # ---- Loss and the TTT loop ---------------------------------------------------------------------------------
 
+# Terms of the loss, of N rows of a step, p the teacher's distribution, q the draft's. log_q (N, 2 + n): of
+# argmax p, of the data's token, of p's n largest; p_top (N, n): p of those; kl (N,): KL(p || q); a (N,): sum
+# min(p, q) = 1 - TV, the chance that a sampled draft token is accepted (Leviathan et al. 2023).
+LOSS_TERMS = {
+    "ce": lambda log_q, p_top, kl, a: -log_q[:, 0],
+    "ce_data": lambda log_q, p_top, kl, a: -log_q[:, 1],
+    "kl": lambda log_q, p_top, kl, a: kl,
+    "topk_kl": lambda log_q, p_top, kl, a: F.kl_div(
+        log_q[:, 2:].log_softmax(1), p_top / p_top.sum(1, True), reduction="none").sum(1),
+    "topk_kl_full": lambda log_q, p_top, kl, a: F.kl_div(log_q[:, 2:], p_top, reduction="none").sum(1),
+    "tv": lambda log_q, p_top, kl, a: 1 - a,
+    "lk": lambda log_q, p_top, kl, a: torch.lerp(1 - a, kl, (-3 * a.detach()).exp()),  # arXiv 2602.23881
+    "neglog": lambda log_q, p_top, kl, a: -a.clamp(min=torch.finfo(a.dtype).tiny).log(),  # the same
+    "e2e": lambda log_q, p_top, kl, a: 0 * a}  # 1 - sum_j prod_{i <= j} a_i / K of whole chains, 2606.12370
+OF_CHANCE = {"tv", "lk", "neglog", "e2e"}  # terms that need a
+
+def parse_loss(text):
+    """{term: weight} of a sum of LOSS_TERMS like "ce:1+kl:0.5"; a weight left out is 1."""
+    terms = {name: weight or "1" for name, _, weight in (x.strip().partition(":") for x in text.split("+"))}
+    known = all(name in LOSS_TERMS and x.replace(".", "", 1).isdecimal() for name, x in terms.items())
+    require(known and any(map(float, terms.values())), f"loss {text!r} is no sum with positive weights, like "
+            f"ce:1+kl:0.5, of {', '.join(LOSS_TERMS)}")
+    return {name: float(x) for name, x in terms.items()}
+
+def chain_weights(K, decay, given=None):
+    """[K] float64, of sum 1: decay ** k, or the K numbers given."""
+    weight = torch.tensor(given or [decay ** k for k in range(K)], dtype=torch.float64)
+    require(len(weight) == K and weight.min() >= 0 < weight.sum(), f"step weights {given or decay}: expected "
+            f"{K} numbers, none negative, not all 0")
+    return weight / weight.sum()
+
 def valid_rows(loss_mask, docs, ttt_length):
     """(K, B, T) bool: row t counts at step k if token t+2+k exists in row t's document and is not masked."""
     mask, T = torch.ones_like(docs.first) if loss_mask is None else loss_mask != 0, docs.run.shape[1]
     return torch.stack([docs.has_later(k + 2) & window(mask, k + 2, k + 2 + T) for k in range(ttt_length)])
 
 def valid_counts(loss_mask, doc_ids, ttt_length, *, batch, length):
-    """[K] int64: how many rows of a batch count at each step. Summed over micro-batches and data-parallel
-    ranks and passed as ttt_loss(counts=...), they keep any split of a batch from changing its gradient."""
+    """[K + 1] int64: rows of a batch that count at each step, and at every one. Summed over micro-batches and
+    data-parallel ranks and passed as ttt_loss(counts=...), they keep any split from changing the gradient."""
     given = loss_mask if doc_ids is None else doc_ids
     docs = Documents(doc_ids, batch, length, "cpu" if given is None else given.device)
-    return valid_rows(loss_mask, docs, ttt_length).sum((1, 2))
+    valid = valid_rows(loss_mask, docs, ttt_length)
+    return torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
 
 LOGITS_HELD = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # elements of one [rows, V] buffer; there are three
 
 def teacher_chunks(valid, size):
     """[(b, start, stop)] of the teacher rows that are read, at most `size` at a time. Row t, step k reads
     teacher row t + 1 + k; a row that counts at step k is judged at all steps before k too."""
-    K, B, T = valid.shape
-    read, judged = valid.new_zeros(B, T + K), torch.zeros_like(valid[0])
-    for k in reversed(range(K)):
-        judged = judged | valid[k]
-        read[:, k + 1:k + 1 + T] |= judged
+    (K, B, T), judged = valid.shape, valid.flip(0).cumsum(0).flip(0) > 0
+    read = torch.stack([F.pad(x, (k + 1, K - 1 - k)) for k, x in enumerate(judged)]).any(0)  # (B, T + K)
     starts = range(1, T + K, size)
     busy = torch.stack([read[:, s:s + size].any(1) for s in starts]).tolist()
     return [(b, s, min(s + size, T + K)) for s, row in zip(starts, busy) for b in range(B) if row[b]]
@@ -622,53 +651,83 @@ def row_softmax(x, lm_head, scratch, p):
     total = p.sum(-1, keepdim=True)  # torch.softmax is off by 5e-6 at V = 150k on a CPU
     return logits, p.div_(total), best[:, 0], total[:, 0].log()
 
-class ChunkedLoss(torch.autograd.Function):
-    """sum_k coeff_k * sum over counted rows of (ce_weight * CE + kl_weight * KL), without holding [T, V].
+def logit_slopes(value, leaves, spots, p, q, scratch, w):
+    """(N, V): slopes in the logits of value (N,), terms w of leaves log q at spots (N, 2 + n), kl, a (in q);
+    and of a (in scratch).  d log q[v] = onehot(v) - q,  d kl = q - p,  d a = q (s - <s, q>), s = [p > q]."""
+    slopes = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=True)
+    d_log_q, d_kl, d_a = slopes[0], *(x[:, None] for x in slopes[1:])
+    if w.keys() & OF_CHANCE:
+        da = torch.gt(p, q, out=scratch).mul_(q)
+        da.addcmul_(q, da.sum(-1, keepdim=True), value=-1)
+        q.mul_(d_kl - d_log_q.sum(-1, keepdim=True)).addcmul_(p, d_kl, value=-1).addcmul_(da, d_a)
+    else:  # d_kl is the same in all rows
+        q.mul_(d_kl - d_log_q.sum(-1, keepdim=True)).sub_(p, alpha=w.get("kl", 0))
+    for at in (slice(0, 1), slice(1, 2), slice(2, None)):  # no column twice in one call: deterministic
+        q.scatter_add_(1, spots[:, at], d_log_q[:, at])
+    return q, scratch
 
-    lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk:
-        d loss / d logits = (ce + kl) q - ce onehot(argmax p) - kl p,     q, p = softmax of draft, of teacher,
-    and only d loss / d n [B, T, C] is kept. The logits of a teacher row are computed once for all K steps."""
+class ChunkedLoss(torch.autograd.Function):
+    """sum_k coeff_k * sum over counted rows of the weighted terms, without holding [T, V].
+
+    lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk, and only
+    that, [B, T, C], is kept. The logits of a teacher row are computed once for all K steps. e2e needs every a
+    of a chain: d a / d n is put aside until they are there, then scaled by one number per row."""
     @staticmethod
-    def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
-        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
-        Returns loss and, without gradient, sums over counted rows [4, K] (CE, KL, right, prefix hits), hits."""
-        T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
+    def forward(ctx, lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
+        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K + 1] float64, e2e's last;
+        w {term: weight}; tokens (B, T + K + 1); ns (B, T, C). Returns loss and, without gradient, sums over
+        counted rows [7, K] (CE, KL, right, prefix hits, with `measure` TV, sampled, greedy hits) and hits."""
+        (K, _, T), V, wide = valid.shape, len(lm_head), fp32(lm_head.dtype)
         size = min(max(1, LOGITS_HELD[lm_head.device.type] // V), hidden.shape[1])
         scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
-        ce, kl, hit = (p_rows.new_zeros(valid.shape, dtype=x) for x in (wide, wide, torch.int))
-        grads = [torch.zeros_like(n) for n in ns] if any(ctx.needs_input_grad) else []
+        total, ce, kl, a, sure = p_rows.new_zeros(5, *valid.shape)
+        hit, measure = torch.zeros_like(valid, dtype=torch.int), measure or w.keys() & OF_CHANCE
+        grads, chains = ([torch.zeros_like(n) for n in ns if x and any(ctx.needs_input_grad)]
+                         for x in (True, "e2e" in w))
         for b, start, stop in teacher_chunks(valid, size):
             logits, p_chunk, labels, lse = row_softmax(hidden[b, start:stop], lm_head, scratch, p_rows)
             plogp = logits.mul_(p_chunk).sum(-1) - lse  # in place; an einsum here errs by 4e-3 at V = 150k
+            p_top, top = p_chunk.topk(min(topk, V) if w.keys() & {"topk_kl", "topk_kl_full"} else 0)
+            spots = torch.cat([labels[:, None], tokens[b, start + 1:stop + 1, None], top], dim=1)
             for k, n in enumerate(ns):
-                i, j = max(0, start - 1 - k), min(T, stop - 1 - k)  # draft rows whose teachers these are
-                if i >= j:
-                    continue
+                i = max(0, start - 1 - k)
+                j = max(i, min(T, stop - 1 - k))  # i to j: draft rows whose teachers these are
                 rows, at = (k, b, slice(i, j)), slice(i + 1 + k - start, j + 1 + k - start)
-                p, label = p_chunk[at], labels[at, None]
-                logits, q, best, lse = row_softmax(n[b, i:j], lm_head, scratch, q_rows)
-                ce[rows] = lse - logits.gather(1, label)[:, 0]
-                kl[rows] = plogp[at] - logits.mul_(p).sum(-1) + lse
-                hit[rows] = best == labels[at]
+                p, (logits, q, best, lse) = p_chunk[at], row_softmax(n[b, i:j], lm_head, scratch, q_rows)
+                log_q, hit[rows] = logits.gather(1, spots[at]) - lse[:, None], best == labels[at]
+                ce[rows], kl[rows] = -log_q[:, 0], plogp[at] - logits.mul_(p).sum(-1) + lse
+                if measure:
+                    a[rows] = torch.minimum(p, q, out=logits).sum(-1)
+                    sure[rows] = p.gather(1, best[:, None])[:, 0]
+                with torch.enable_grad():
+                    x = [x.clone().requires_grad_() for x in (log_q, kl[rows], a[rows])]
+                    value = sum(w[name] * LOSS_TERMS[name](x[0], p_top[at], *x[1:]) for name in w)
+                total[rows] = value.detach()
                 if grads:
-                    dlogits = q.mul_(ce_weight + kl_weight).sub_(p, alpha=kl_weight)
-                    dlogits.scatter_add_(1, label, torch.full_like(lse, -ce_weight)[:, None])
-                    dn = (dlogits.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
+                    d, da = logit_slopes(value, x, spots[at], p, q, logits, w)
+                    dn = (d.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
                     grads[k][b, i:j] = dn.masked_fill_(~valid[rows][:, None], 0)
+                if chains:
+                    chains[k][b, i:j] = (da.to(lm_head.dtype) @ lm_head).to(n.dtype)
+        with torch.enable_grad():
+            lost = 1 - a.requires_grad_().cumprod(0).sum(0).double() / K
+            e2e = w.get("e2e", 0) * coeff[K] * lost.where(valid.all(0), 0).sum()
+        for grad, chain, x in zip(grads, chains, torch.autograd.grad(e2e, a)[0]):
+            grad.addcmul_(chain, x[..., None].to(grad.dtype))
         ctx.save_for_backward(*grads)
-        sums = torch.stack([x.double().where(valid, 0).sum((1, 2)) for x in (ce, kl, hit, hit.cumprod(0))])
-        loss = ((ce_weight * sums[0] + kl_weight * sums[1]) * coeff).sum().to(fp32(ns[0].dtype))
-        hits = hit.bool() & valid
+        figures = ce, kl, hit, hit.cumprod(0), 1 - a, a.cumprod(0), sure.cumprod(0), total
+        *sums, total = (x.detach().double().where(valid, 0).sum((1, 2)) for x in figures)
+        loss, sums, hits = (total * coeff[:K]).sum() + e2e.detach(), torch.stack(sums), hit.bool() & valid
         ctx.mark_non_differentiable(sums, hits)
-        return loss, sums, hits
+        return loss.to(fp32(ns[0].dtype)), sums, hits
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        return *[None] * 6, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
+        return *[None] * 8, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
 
 class TTTOutput(NamedTuple):
     """ttt_loss's result. All but loss are [K] and of this call alone (global over `group`)."""
-    loss: torch.Tensor         # scalar: sum_k w_k (ce_weight CE_k + kl_weight KL_k); usp: this rank's share
+    loss: torch.Tensor         # scalar: sum_k w_k (weighted terms of step k); usp: this rank's share
     ce: torch.Tensor           # mean cross-entropy against the teacher's argmax, 0 where no row counts
     kl: torch.Tensor           # mean KL(teacher || draft)
     acc: torch.Tensor          # share of counted rows whose argmax is the teacher's
@@ -676,20 +735,34 @@ class TTTOutput(NamedTuple):
     prefix_hits: torch.Tensor  # counted rows right in steps 0..k; accept_len = 1 + sum_k prefix_hits / count
     expert_load: torch.Tensor  # [E] rows sent to each expert in all steps, without padding and foreign tokens
     hits: torch.Tensor         # (K, B, T) bool: the row counts and its argmax is the teacher's
+    tv: torch.Tensor | None = None       # with `measure`: mean 1 - a; and the mean chance that a target which
+    sampled: torch.Tensor | None = None  # samples accepts steps 0..k of a sampled draft, prod_{i <= k} a_i,
+    greedy: torch.Tensor | None = None   # of a greedy draft, prod_{i <= k} p_i[argmax q_i]
+
+def draft_tokens(n, lm_head):
+    """(B, T): the draft's own greedy tokens, of n (B, T, C); no more logits at a time than the loss holds."""
+    parts = n.detach().flatten(0, 1).split(max(1, LOGITS_HELD[n.device.type] // len(lm_head)))
+    return torch.cat([(x.to(lm_head.dtype) @ lm_head.mT).argmax(-1) for x in parts]).view(n.shape[:2])
 
 def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa",
              group=None, ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False,
-             counts=None):
+             counts=None, loss=None, topk=10, step_weights=None, rollout="data", measure=False):
     """Loss of K = ttt_length draft steps from every row, as served: TTTOutput. ValueError for bad input.
 
     input_ids (B, T); hidden_states (B, T, C): the target's after its final norm; loss_mask (B, T) of the
-    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts [K]: divides
-    the sums, default this call's own. recycle: what feeds the next step, "post" (n) or "pre" (r).
-    zero_first_embedding: that of position 0, as vLLM. backend "usp": every rank of `group` passes the whole
-    row; loss is its local sum over the global count, so that gradients SUMMED over ranks are right."""
-    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle)
+    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts: of
+    valid_counts, divides the sums, default this call's own. recycle: what feeds the next step, "post" (n),
+    "pre" (r) or "both", each row one at random. zero_first_embedding: that of position 0, as vLLM. loss: for
+    parse_loss, overrides ce_weight and kl_weight; topk: its n. step_weights: K numbers, override decay.
+    rollout: what steps from 1 on embed, the "data" or, as served, the "draft"'s own argmax. backend "usp":
+    every rank of `group` passes the whole row; loss is its local sum over the global count, so that gradients
+    SUMMED over ranks are right. measure: also tv, sampled and greedy."""
+    choices = dict(backend=backend, recycle=recycle, rollout=rollout)
+    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, group, **choices)
+    terms = parse_loss(loss) if loss else {"ce": ce_weight, "kl": kl_weight}
     (B, T), K = input_ids.shape, ttt_length
     P, rank = (dist.get_world_size(group), dist.get_rank(group)) if backend == "usp" else (1, 0)
+    post = torch.rand(B, T, 1).to(input_ids.device) < 0.5 if recycle == "both" else None
     if T % P:  # right-pad to equal shards
         doc_ids = F.pad(torch.zeros_like(input_ids) if doc_ids is None else doc_ids, (0, -T % P), value=-1)
         loss_mask = None if loss_mask is None else F.pad(loss_mask, (0, -T % P))
@@ -697,34 +770,34 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     lo, hi = rank * length, (rank + 1) * length
     docs = Documents(doc_ids, B, P * length, input_ids.device)
     valid = valid_rows(loss_mask, docs, K)
-    count = valid.sum((1, 2))
-    position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K) < 0
-    ids = window(input_ids, lo, hi + K).masked_fill(padding, 0)  # (B, length + K): a halo of K rows
-    hidden = window(hidden_states.detach(), lo, hi + K).masked_fill_(padding[..., None], 0)
+    count = torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
+    position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K + 1) < 0
+    ids = window(input_ids, lo, hi + K + 1).masked_fill(padding, 0)  # a halo of K + 1 rows, states of K
+    hidden = window(hidden_states.detach(), lo, hi + K).masked_fill_(padding[:, :-1, None], 0)
     g, past_k, past_v, ns, load = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], [], 0
     for k in range(K):
-        embeds = model.embed(ids[:, k + 1:k + 1 + length])
+        own = draft_tokens(ns[-1], model.lm_head_weight) if k and rollout == "draft" else None
+        embeds = model.embed(ids[:, k + 1:k + 1 + length] if own is None else own)
         if zero_first_embedding:
             embeds = embeds.masked_fill((position_ids + k == 0)[..., None], 0)
         n, r, past_k, past_v, chosen = model(
             embeds, g, position_ids + k, past_k, past_v, docs, BACKENDS[backend], group)
         ns.append(n)
-        g = n if recycle == "post" else r
+        g = n if recycle == "post" else r if recycle == "pre" else torch.where(window(post, lo, hi), n, r)
         load = load + expert_load(chosen, docs.has_later(k + 1)[:, lo:hi], model.config.n_routed_experts)
-    weight = decay ** torch.arange(K, dtype=torch.float64, device=ids.device)
-    divisor = count if counts is None else counts.to(count.device)
-    coeff, own = weight / weight.sum() / divisor.clamp(min=1), valid[:, :, lo:hi]
-    loss, sums, hits = ChunkedLoss.apply(model.lm_head_weight, hidden, own, coeff, ce_weight, kl_weight, *ns)
+    divisor = (count if counts is None else counts.to(count.device)).clamp(min=1)
+    require(len(divisor) == K + 1, f"counts must be the {K + 1} numbers that valid_counts gives")
+    coeff = F.pad(chain_weights(K, decay, step_weights), (0, 1), value=1.0).to(count.device) / divisor
+    loss, sums, hits = ChunkedLoss.apply(
+        model.lm_head_weight, hidden, valid[:, :, lo:hi], coeff, terms, topk, ids, measure, *ns)
     if P > 1:
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(load, group=group)
-        shards = [torch.empty_like(hits, dtype=torch.uint8) for _ in range(P)]
-        dist.all_gather(shards, hits.to(torch.uint8), group=group)
-        hits = torch.cat(shards, dim=2).bool()
-    ce, kl, acc = sums[:3] / count.clamp(min=1)
-    return TTTOutput(loss, ce, kl, acc, count, sums[3].round().long(), load, hits[:, :, :T])
+        hits = F.pad(hits, (lo, P * length - hi)).to(torch.uint8)
+        for x in (sums, load, hits):
+            dist.all_reduce(x, group=group)
+    mean, prefix, hits = sums / count[:K].clamp(min=1), sums[3].round().long(), hits[:, :, :T].bool()
+    return TTTOutput(loss, *mean[:3], count[:K], prefix, load, hits, *mean[4:7 if measure else 4])
 
-def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle):
+def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, group, **choices):
     require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
     require(input_ids.dim() == 2, f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
     shape = tuple(input_ids.shape)
@@ -732,10 +805,12 @@ def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length,
             f"{tuple(hidden_states.shape)}, expected (B, T, C) = {(*shape, model.config.hidden_size)}")
     for name, x in dict(loss_mask=loss_mask, doc_ids=doc_ids).items():
         require(x is None or x.shape == shape, f"{name} must have the shape of input_ids, {shape}")
-    require(backend in BACKENDS, f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    known = dict(backend=list(BACKENDS), recycle=["post", "pre", "both"], rollout=["data", "draft"])
+    for name, x in choices.items():
+        require(x in known[name], f"{name} {x!r} is not one of {', '.join(known[name])}")
+    backend = choices["backend"]
     require(group is None or backend == "usp", f"backend {backend!r} takes no process group, only usp does")
     require(backend != "usp" or dist.is_initialized(), "backend usp needs torch.distributed: use torchrun")
-    require(recycle in ("post", "pre"), f"recycle {recycle!r} is neither 'post' nor 'pre'")
     require(ttt_length > 0, f"ttt_length {ttt_length} must be at least 1")
 
 def expert_load(chosen, counted, n_experts):
@@ -1316,12 +1391,15 @@ class TrainConfig(ModelOptions):
                           choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
     sp: int = option(None, "usp: ranks that share a row; default all")
     ttt_length: int = option(3, "K, draft steps trained from every row")
-    recycle: str = option("post", "fed to the next step: post (after the final norm) or pre; README, Serving",
-                          choices=["post", "pre"])
+    recycle: str = option("post", "fed to the next step: post (after the final norm), pre, or both (each row "
+                          "one at random); README, Serving", choices=["post", "pre", "both"])
     zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
-    ce_weight: float = option(1.0, "weight of the cross-entropy against the target's argmax")
-    kl_weight: float = option(1.0, "weight of KL(target || draft)")
+    loss: str = option("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
+    topk: int = option(10, "how many of the target's most likely tokens the topk terms see")
     decay: float = option(0.8, "step k weighs decay ** k")
+    step_weights: str = option(None, "instead: a weight for each step, e.g. 0.5,0.3,0.2")
+    rollout: str = option("data", "what steps from 1 on embed: the data, or the draft's own greedy tokens",
+                          choices=["data", "draft"])
     steps: int = option(120, "optimizer steps")
     batch_size: int = option(8, "rows per optimizer step, over all ranks")
     micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
@@ -1362,7 +1440,7 @@ class GenerateConfig(ModelOptions):
 def check_train_config(cfg):
     """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
     for name in ("ttt_length", "steps", "batch_size", "micro_batch_size", "eval_rows", "save_every", "keep",
-                 "log_every"):
+                 "log_every", "topk"):
         value = getattr(cfg, name)
         require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
     require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts at every "
@@ -1371,8 +1449,9 @@ def check_train_config(cfg):
             "give --target DIR")
     require(cfg.data or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
     require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
-    require(min(cfg.ce_weight, cfg.kl_weight) >= 0 and cfg.ce_weight + cfg.kl_weight > 0, f"--ce-weight "
-            f"{cfg.ce_weight} --kl-weight {cfg.kl_weight}: neither may be negative, one must be positive")
+    parse_loss(cfg.loss)
+    weights = [float(x) for x in cfg.step_weights.split(",")] if cfg.step_weights else None
+    chain_weights(cfg.ttt_length, cfg.decay, weights)
     require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
     restarted, held = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), saved_states(cfg.out)
     resume = cfg.resume or ("auto" if restarted else "never")
@@ -1380,7 +1459,7 @@ def check_train_config(cfg):
             "complete training state: give auto, never or OUT/checkpoints/step-N")
     require(not held or resume != "never" or cfg.out == TrainConfig.out, f"--out {cfg.out} holds training "
             "states: add --resume auto to continue that run, or give another --out")
-    return replace(cfg, resume=resume)
+    return replace(cfg, resume=resume, step_weights=weights)
 
 def choose_backend(name, device, dtype):
     """`name`, or what "auto" stands for here (announced). A backend that cannot run is a ValueError."""
@@ -1397,7 +1476,8 @@ class Run:
     """What training and evaluation share: draft, target, ranks, and how batches and the loss are taken."""
     def __init__(self, model, target, cfg, ranks, backend):
         self.model, self.target, self.cfg, self.ranks = model, target, cfg, ranks
-        names = ("ttt_length", "ce_weight", "kl_weight", "decay", "recycle", "zero_first_embedding")
+        names = ("ttt_length", "loss", "topk", "decay", "step_weights", "recycle", "zero_first_embedding",
+                 "rollout")
         self.loss = partial(ttt_loss, model, backend=backend, group=ranks.group,
                             **{name: getattr(cfg, name) for name in names})
 
@@ -1412,37 +1492,42 @@ class Run:
             yield make_batch(part, length, self.target, ranks.device)
 
     def tally(self, out=None):
-        """[5, K] float64 sums: CE, KL, right, counted, prefix hits; zeros without `out`."""
+        """[8, K] float64 sums: CE, KL, right, counted, prefix hits and, where measured, TV and the chances of
+        prefixes, sampled and greedy; zeros without `out`."""
         if out is None:
-            return torch.zeros(5, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
-        n = out.count.double()
-        return torch.stack([out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double()])
+            return torch.zeros(8, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
+        n, chances = out.count.double(), [x for x in (out.tv, out.sampled, out.greedy) if x is not None]
+        sums = [out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double(), *(x * n for x in chances)]
+        return F.pad(torch.stack(sums), (0, 0, 0, 8 - len(sums)))
 
     def gradients(self, rows):
         """Forward and backward of an optimizer step, gradients summed over all ranks, never averaged. Returns
-        tally [5, K] and expert load [E], over all ranks, and names of samples whose states are not finite."""
+        loss, tally [8, K], expert load [E], over all ranks, and names of samples with states not finite."""
         batches, tally, sp = list(self.batches(rows)), self.tally(), self.ranks.sp
-        counts, load = tally[0].long(), tally.new_zeros(self.model.config.n_routed_experts).long()
+        K, E, loss = self.cfg.ttt_length, self.model.config.n_routed_experts, tally.new_zeros(())
+        counts, load = tally.new_zeros(K + 1).long(), tally.new_zeros(E).long()
         for (ids, _, mask, docs), _ in batches:
-            counts += valid_counts(mask, docs, len(counts), batch=ids.shape[0], length=ids.shape[1])
+            counts += valid_counts(mask, docs, K, batch=ids.shape[0], length=ids.shape[1])
         counts = all_sum(counts) // sp  # the ranks of a group count the same rows
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p)  # a rank without rows takes part, too
         for batch, _ in batches:
             out = self.loss(*batch, counts=counts)
             out.loss.backward()
-            tally, load = tally + self.tally(out), load + out.expert_load
+            loss, tally, load = loss + out.loss.detach(), tally + self.tally(out), load + out.expert_load
         for p in self.model.parameters():
             all_sum(p.grad)
-        return all_sum(tally) / sp, all_sum(load) // sp, [name for _, bad in batches for name in bad]
+        bad = [name for _, names in batches for name in names]
+        return all_sum(loss).item(), all_sum(tally) / sp, all_sum(load) // sp, bad
 
     @torch.no_grad()
     def evaluate(self, rows):
-        """Acceptance over `rows`; sums over all of them first, one division at the end. A dict: ce, kl, acc,
-        walk (lists [K]), accept_len (of all counted rows), accept_len_walk (of serving's rounds), rows."""
+        """Acceptance over `rows`; sums over all of them first, one division at the end. A dict: means', walk
+        (list [K]), accept_len_walk (of serving's rounds), rows. Recycle both is evaluated as post."""
         tally, rounds = self.tally(), self.tally().new_zeros(self.cfg.ttt_length + 1)
+        options = dict(rollout="data", recycle="pre" if self.cfg.recycle == "pre" else "post", measure=True)
         for (ids, hidden, mask, docs), _ in self.batches(rows):
-            out = self.loss(ids, hidden, mask, docs)
+            out = self.loss(ids, hidden, mask, docs, **options)
             tally += self.tally(out)
             rounds += walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(rounds.device)
         (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
@@ -1463,8 +1548,12 @@ class Run:
                 file.write(json.dumps(line) + "\n")
 
 def means(tally):
-    ce, kl, acc, _, prefix = tally / tally[3].clamp(min=1)
-    return {"ce": ce.tolist(), "kl": kl.tolist(), "acc": acc.tolist(), "accept_len": 1 + prefix.sum().item()}
+    """ce, kl, acc, tv (lists [K]); accept_len, of all counted rows, and those that a target which samples, at
+    temperature 1, is expected to give sampled and greedy drafts. tally [8, K]; [5, K] without chances."""
+    x = (tally / tally[3].clamp(min=1)).tolist()
+    found = {"ce": x[0], "kl": x[1], "acc": x[2], "accept_len": 1 + sum(x[4])}
+    return found if len(x) == 5 else {
+        **found, "tv": x[5], "accept_len_sampled": 1 + sum(x[6]), "accept_len_greedy": 1 + sum(x[7])}
 
 def walk(hits, loss_mask, docs):
     """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text in turn.
@@ -1486,10 +1575,12 @@ def walk(hits, loss_mask, docs):
 def acceptance_table(results):
     """Text of a table of {label: Run.evaluate's result}."""
     steps = range(len(next(iter(results.values()))["acc"]))
-    lines = [" " * 8 + "".join(f"   acc_{k}" for k in steps) + "  accept_len  accept_len_walk"]
+    lines = [" " * 8 + "".join(f"   acc_{k}" for k in steps) + "  accept_len  accept_len_walk"
+             "  sampled  greedy"]
     for label, row in results.items():
         lines.append(f"{label:8}" + "".join(f"{a:8.3f}" for a in row["acc"])
-                     + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}")
+                     + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}"
+                     f"{row['accept_len_sampled']:9.3f}{row['accept_len_greedy']:8.3f}")
     return "\n".join(lines)
 
 def open_target(cfg, ranks):
@@ -1597,14 +1688,14 @@ def train_loop(run, optimizer, progress, rows, held):
         signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
     bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", unit="step",
                disable=run.ranks.rank > 0)
-    clock, tokens, tally = time.perf_counter(), 0, run.tally()
+    clock, tokens, tally, losses = time.perf_counter(), 0, run.tally(), []
     while progress["step"] < cfg.steps:
         step = int(progress["step"])
         batch = [rows[shuffled(len(rows), cfg.seed, i // len(rows))[i % len(rows)]]
                  for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
-        step_tally, load, bad = run.gradients(batch)
+        loss, step_tally, load, bad = run.gradients(batch)
         norm = torch.stack([p.grad.to(fp32(p.dtype)).norm() for p in model.parameters()]).norm().item()
-        broken, stop = any_rank(run.ranks, not math.isfinite(norm + step_tally.sum()), signals)
+        broken, stop = any_rank(run.ranks, not math.isfinite(norm + loss + step_tally.sum()), signals)
         lr = learning_rate(step, cfg)
         if broken:
             skip_step(run, progress, bad or [sample.name for row in batch for sample in row])
@@ -1612,16 +1703,17 @@ def train_loop(run, optimizer, progress, rows, held):
             optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
             if cfg.balance_rate:  # else not even re-centred
                 balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
-            progress["skipped_in_a_row"], tally = 0, tally + step_tally
+            progress["skipped_in_a_row"], tally, losses = 0, tally + step_tally, losses + [loss]
         progress["step"], tokens = step + 1, tokens + sum(len(s.input_ids) for row in batch for s in row)
         last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
         if due(cfg.log_every) or last:
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            line = dict(grad_norm=norm, lr=lr, tokens_per_second=tokens / seconds,
+            line = dict(loss=sum(losses) / max(1, len(losses)), grad_norm=norm, lr=lr,
+                        tokens_per_second=tokens / seconds,
                         top_expert_share=(load.max() / load.sum().clamp(min=1)).item(),
                         skipped=int(progress["skipped"]))
             bar.set_postfix(log_step(run, step + 1, tally, line), refresh=False)
-            tokens, tally = 0, run.tally()
+            tokens, tally, losses = 0, run.tally(), []
         bar.update()
         if due(cfg.eval_every):
             keep_best(run, progress, held)
@@ -1658,12 +1750,9 @@ def keep_best(run, progress, held):
 
 def log_step(run, step, tally, line):
     """A line of metrics.jsonl, means over the steps since the last; returns the progress bar's figures."""
-    cfg, found = run.cfg, means(tally)
-    weight = [cfg.decay ** k for k in range(cfg.ttt_length)]
-    loss = sum(w * (cfg.ce_weight * ce + cfg.kl_weight * kl) for w, ce, kl in
-               zip(weight, found["ce"], found["kl"])) / sum(weight)
-    run.append({"step": step, "loss": loss, **found, **line})
-    return {"loss": f"{loss:.3f}", "accept_len": f"{found['accept_len']:.2f}",
+    found = means(tally[:5])
+    run.append({"step": step, **found, **line})
+    return {"loss": f"{line['loss']:.3f}", "accept_len": f"{found['accept_len']:.2f}",
             "tok/s": f"{line['tokens_per_second']:.0f}"}
 
 # ---- Speculative decoding ----------------------------------------------------------------------------------

@@ -74,6 +74,8 @@ def run(model, *batch, **options):
 def assert_same(a, b, **tolerance):
     """Two results of run() agree: the loss, every figure, every gradient."""
     for name, x, y in zip(mtp.TTTOutput._fields, a[0], b[0]):
+        if x is None and y is None:
+            continue
         if name == "hits":  # padding on the right hits nothing
             x, y = (F.pad(z, (0, max(a[0].hits.shape[2], b[0].hits.shape[2]) - z.shape[2])) for z in (x, y))
         torch.testing.assert_close(x, y, **tolerance, check_dtype=False, msg=lambda m: f"{name}: {m}")
@@ -95,7 +97,7 @@ class Spy:
         monkeypatch.setattr(mtp, "ChunkedLoss", self)
 
     def apply(self, *args):
-        self.valid, self.ns = args[2], args[6:]
+        self.valid, self.tokens, self.ns = args[2], args[6], args[8:]
         return self.real.apply(*args)
 
 
@@ -499,7 +501,9 @@ def test_wrong_input_is_named():
             (dict(loss_mask=mask[:1]), r"loss_mask.*\(2, 14\)"),
             (dict(doc_ids=doc[:, 1:]), r"doc_ids.*\(2, 14\)"),
             (dict(backend="flash"), "'flash'.*sdpa, fa, usp"), (dict(backend="fa", group=object()), "group"),
-            (dict(backend="usp"), "torchrun"), (dict(recycle="mid"), "'mid'"),
+            (dict(backend="usp"), "torchrun"), (dict(recycle="mid"), "'mid'"), (dict(rollout="own"), "'own'"),
+            (dict(step_weights=[1, 2]), "expected 3 numbers"), (dict(step_weights=[1, -1, 1]), "none negative"),
+            (dict(counts=torch.ones(3)), "4 numbers"), (dict(loss="kll"), "'kll' is no sum"),
             (dict(ttt_length=0), "ttt_length 0")):
         with pytest.raises(ValueError, match=says):
             mtp.ttt_loss(model, **{**dict(input_ids=ids, hidden_states=hidden), **change})
@@ -882,9 +886,9 @@ def test_one_unmasked_token_trains_exactly_its_rows(m, monkeypatch):
     out, _ = run(model, ids, hidden, mask, ttt_length=3)
     assert out.count.tolist() == [1, 1 if m > 2 else 0, 1 if m > 3 else 0]
     ns = [n.detach().requires_grad_() for n in spy.ns]
-    one = torch.ones(3, dtype=torch.float64)
-    loss, *_ = spy.real.apply(
-        model.lm_head_weight, F.pad(hidden, (0, 0, 0, 3)), spy.valid, one, 1.0, 1.0, *ns)
+    one = torch.ones(4, dtype=torch.float64)
+    loss, *_ = spy.real.apply(model.lm_head_weight, F.pad(hidden, (0, 0, 0, 3)), spy.valid, one,
+                              {"ce": 1.0, "kl": 1.0}, 10, spy.tokens, False, *ns)
     for k, grad in enumerate(torch.autograd.grad(loss, ns)):
         rows = (grad.abs().sum(-1) > 0).nonzero().tolist()
         assert rows == ([[0, m - 2 - k]] if m - 2 - k >= 0 else [])
@@ -964,13 +968,14 @@ def test_valid_counts():
     ids = torch.zeros(2, 14).long()
     mask = torch.rand(2, 14, generator=torch.Generator().manual_seed(0)) > 0.4
     for doc in (None, toy_batch(toy_draft())[3]):
-        expected = [0] * 4
+        expected = [0] * 5
         for b, rows in documents(ids if doc is None else doc):
             for k in range(4):
                 expected[k] += sum(int(mask[b, rows[i]]) for i in range(k + 2, len(rows)))
+            expected[4] += sum(all(mask[b, rows[i:i + 4]]) for i in range(2, len(rows) - 3))
         for given in (mask, mask.double() * 0.2, mask.long() * -3):
             assert mtp.valid_counts(given, doc, 4, batch=2, length=14).tolist() == expected
-    assert mtp.valid_counts(None, None, 3, batch=2, length=4).tolist() == [4, 2, 0]
+    assert mtp.valid_counts(None, None, 3, batch=2, length=4).tolist() == [4, 2, 0, 0]
 
 
 @pytest.mark.parametrize("split", [[1, 1, 1, 1], [2, 2], [3, 1]])
@@ -982,7 +987,7 @@ def test_any_split_of_a_batch_gives_the_same_gradients(split):
     whole, expected = run(model, ids, hidden, mask, doc)
     counts = sum(mtp.valid_counts(m, d, 3, batch=len(m), length=12)
                  for m, d in zip(mask.split(split), doc.split(split)))
-    assert counts.tolist() == whole.count.tolist()
+    assert counts[:3].tolist() == whole.count.tolist()
     model.zero_grad()
     loss = 0.0
     for part in zip(ids.split(split), hidden.split(split), mask.split(split), doc.split(split)):
@@ -1033,34 +1038,118 @@ def test_two_runs_are_bitwise_equal():
 
 # ---- The chunked loss --------------------------------------------------------------------------------------
 
-def naive_loss(lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
+def naive_terms(teacher, z, token, topk):
+    """{term: (B, T)} and 1 - TV of one step, from whole logits (B, T, V) of teacher and draft."""
+    log_p, log_q = teacher.log_softmax(-1), z.log_softmax(-1)
+    kl = F.kl_div(log_q, log_p, log_target=True, reduction="none")
+    top = teacher.topk(topk).indices
+    inside = F.kl_div(z.gather(-1, top).log_softmax(-1), teacher.gather(-1, top).log_softmax(-1), log_target=True,
+                      reduction="none")
+    tv = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    lam = torch.exp(-3.0 * (1 - tv)).detach()
+    return dict(ce=-log_q.gather(-1, teacher.argmax(-1, keepdim=True))[..., 0],
+                ce_data=-log_q.gather(-1, token[..., None])[..., 0], kl=kl.sum(-1), topk_kl=inside.sum(-1),
+                topk_kl_full=kl.gather(-1, top).sum(-1), tv=tv, lk=lam * kl.sum(-1) + (1 - lam) * tv,
+                neglog=-torch.minimum(log_p, log_q).exp().sum(-1).log()), 1 - tv
+
+
+def naive_loss(lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
     """The loss with whole logits and autograd."""
-    wide = mtp.fp32(lm_head.dtype)
-    total = 0.0
+    wide, total, chances, (K, _, T) = mtp.fp32(lm_head.dtype), 0.0, [], valid.shape
     for k, n in enumerate(ns):
-        T = n.shape[1]
-        teacher = F.linear(hidden[:, k + 1:k + 1 + T].to(lm_head.dtype), lm_head)
-        log_p, log_q = (x.to(wide).log_softmax(-1) for x in (teacher, F.linear(n.to(lm_head.dtype), lm_head)))
-        ce = -log_q.gather(-1, teacher.argmax(-1, keepdim=True))[..., 0]
-        kl = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
-        total = total + coeff[k].to(wide) * (valid[k] * (ce_weight * ce + kl_weight * kl)).sum()
-    return total
+        teacher, z = (F.linear(x.to(lm_head.dtype), lm_head).to(wide) for x in (hidden[:, k + 1:k + 1 + T], n))
+        terms, chance = naive_terms(teacher, z, tokens[:, k + 2:k + 2 + T], topk)
+        chances.append(chance)
+        for name in w.keys() - {"e2e"}:
+            total = total + coeff[k].to(wide) * w[name] * terms[name][valid[k]].sum()
+    length = sum(math.prod(chances[:j + 1]) for j in range(K))
+    return total + w.get("e2e", 0.0) * coeff[K].to(wide) * (1 - length / K)[valid.all(0)].sum()
 
 
-def loss_case(dtype=torch.float64, B=2, T=23, C=12, V=37, K=3, seed=0):
+def loss_case(dtype=torch.float64, B=2, T=23, C=12, V=37, K=3, seed=0, terms=None, topk=5):
     generator = torch.Generator().manual_seed(seed)
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
     valid = torch.rand(K, B, T, generator=generator) > 0.5
     valid[:, 0, 4:16] = False  # whole chunks without a row that counts
     ns = [draw(B, T, C).requires_grad_() for _ in range(K)]
-    coeff = torch.rand(K, generator=generator, dtype=torch.float64)
-    return draw(V, C), draw(B, T + K, C), valid, coeff, 0.7, 1.3, *ns
+    coeff = torch.rand(K + 1, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(V, (B, T + K + 1), generator=generator)
+    terms = terms or {"ce": 0.7, "kl": 1.3}
+    return draw(V, C), draw(B, T + K, C), valid, coeff, terms, topk, tokens, False, *ns
 
 
 def in_float64(case):
     exact = [x.detach().double() if torch.is_tensor(x) and x.is_floating_point() else x for x in case]
-    return [*exact[:6], *(n.requires_grad_() for n in exact[6:])]
+    return [*exact[:8], *(n.requires_grad_() for n in exact[8:])]
+
+
+def assert_loss_is_autograds(case, tolerance=1e-9):
+    (loss, *_), expected = mtp.ChunkedLoss.apply(*case), naive_loss(*case)
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    grads = [torch.autograd.grad(3 * x, case[8:], allow_unused=True, materialize_grads=True) for x in (loss, expected)]
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    return grads[1]
+
+
+TERMS = [{name: 0.6} for name in mtp.LOSS_TERMS] + [
+    {name: 0.3 + 0.2 * i for i, name in enumerate(mtp.LOSS_TERMS)}, {"kl": 0.5, "lk": 1.5}, {"ce": 1.0, "e2e": 2.0}]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+@pytest.mark.parametrize("terms", TERMS, ids="+".join)
+def test_every_term_is_autograds_over_whole_logits(terms, rows, monkeypatch):
+    """Value and gradient, float64, V odd, chunks that cut chains apart; some rows count at every step."""
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
+    case = loss_case(terms=terms)
+    assert case[2].all(0).sum() >= 3
+    assert all(grad.abs().sum() > 1e-4 for grad in assert_loss_is_autograds(case))
+    assert_loss_is_autograds(loss_case(terms=terms, topk=99 if rows == 5 else 1, V=99 if rows == 5 else 37))
+    empty = list(loss_case(terms=terms))
+    empty[2] = empty[2] & False
+    assert not any(grad.any() for grad in assert_loss_is_autograds(empty))
+    assert mtp.ChunkedLoss.apply(*empty)[0] == 0
+
+
+@pytest.mark.parametrize("terms", TERMS, ids="+".join)
+def test_terms_at_the_edges(terms):
+    """p = q (logits of small whole numbers are exact: bitwise), p one-hot, p and q one-hot at two tokens."""
+    case = list(loss_case(terms=terms))
+    case[0], case[1] = (x.mul(2).round() / 2 for x in case[:2])
+    same = case[:8] + [case[1][:, k + 1:k + 24].clone().requires_grad_() for k in range(3)]
+    grads = assert_loss_is_autograds(same)
+    if not terms.keys() & {"ce", "ce_data", "topk_kl_full"}:  # these have their minimum elsewhere
+        assert mtp.ChunkedLoss.apply(*same)[0].abs() < 1e-12 and all(grad.abs().max() < 1e-12 for grad in grads)
+    sharp = list(loss_case(terms=terms, topk=1))
+    sharp[1] = sharp[1] * 1e3
+    assert_loss_is_autograds(sharp)
+    apart = [*sharp[:8], *((-1e4 * n).detach().requires_grad_() for n in sharp[8:])]
+    loss, *_ = mtp.ChunkedLoss.apply(*apart)
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in torch.autograd.grad(loss, apart[8:]))
+
+
+def test_measured_figures_are_those_of_whole_logits(monkeypatch):
+    """TV, and the chance that a sampling target accepts a prefix of a sampled and of a greedy draft."""
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", 5 * 37)
+    case = list(loss_case())
+    case[7] = True
+    with torch.no_grad():
+        sums, p_, q_ = mtp.ChunkedLoss.apply(*case)[1], [], []
+        for k, n in enumerate(case[8:]):
+            p_.append((case[1][:, k + 1:k + 24] @ case[0].T).softmax(-1))
+            q_.append((n @ case[0].T).softmax(-1))
+            both = torch.stack([torch.minimum(p, q).sum(-1) for p, q in zip(p_, q_)])
+            sure = torch.stack([p.gather(-1, q.argmax(-1, keepdim=True))[..., 0] for p, q in zip(p_, q_)])
+            figures = torch.stack([1 - both[k], both.prod(0), sure.prod(0)])
+            torch.testing.assert_close(sums[4:, k], figures[:, case[2][k]].sum(1), **EXACT)
+
+
+@pytest.mark.parametrize("text", ["ce:1+kll:2", "", "kl:x", "kl:-1", "kl:0", "ce:nan", "ce:1+"])
+def test_an_unknown_term_is_an_error_that_lists_the_known_ones(text):
+    assert mtp.parse_loss("ce + kl:0.5") == {"ce": 1.0, "kl": 0.5}
+    with pytest.raises(ValueError, match="of ce, ce_data, kl, topk_kl, topk_kl_full, tv, lk, neglog, e2e"):
+        mtp.parse_loss(text)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 1000])
@@ -1069,7 +1158,7 @@ def test_chunked_loss_equals_autograd_over_whole_logits(rows, monkeypatch):
     case = loss_case()
     (loss, sums, _), expected = mtp.ChunkedLoss.apply(*case), naive_loss(*case)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    grads = (torch.autograd.grad(3 * x, case[6:]) for x in (loss, expected))
+    grads = (torch.autograd.grad(3 * x, case[8:]) for x in (loss, expected))
     for got, want in zip(*grads):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     with torch.no_grad():
@@ -1099,7 +1188,7 @@ def test_chunked_loss_in_bf16_errs_at_most_twice_as_much_as_autograd():
     exact = in_float64(case)
     truth, plain, ours = naive_loss(*exact), naive_loss(*case), mtp.ChunkedLoss.apply(*case)[0]
     assert ours.dtype == torch.float32
-    grads = [torch.autograd.grad(loss, ns[6:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
+    grads = [torch.autograd.grad(loss, ns[8:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
     for want, ref, got in zip(*grads):
         assert got.dtype == torch.bfloat16
         assert (got.double() - want).norm() <= 2 * (ref.double() - want).norm()
@@ -1132,7 +1221,7 @@ def test_large_vocabularies(V):
     exact = in_float64(case)
     truth, plain, ours = naive_loss(*exact), naive_loss(*case), mtp.ChunkedLoss.apply(*case)[0]
     assert_near(ours, truth, 1e-5)
-    grads = [torch.autograd.grad(loss, ns[6:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
+    grads = [torch.autograd.grad(loss, ns[8:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
     for want, ref, got in zip(*grads):
         assert (got - want).norm() <= 2 * (ref - want).norm()
 
@@ -1791,7 +1880,7 @@ def test_accumulation_changes_rounding_only(tiny, tmp_path):
         rows = mtp.read_rows(cfg, target)[0][:6]
         model, _ = mtp.make_draft(cfg, target, mtp.Ranks())
         run = mtp.Run(model, target, cfg, mtp.Ranks(), "sdpa")
-        tally, load, _ = run.gradients(rows)
+        _, tally, load, _ = run.gradients(rows)
         found.append((tally, load, [p.grad for p in model.parameters()]))
     for tally, load, grads in found[1:]:
         assert torch.equal(load, found[0][1])
@@ -1831,7 +1920,10 @@ def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path
     (["--data", "x.txt"], "give --target DIR"),
     (["--target", "somewhere"], "give --data FILE"),
     (["--sp", "2"], "add --backend usp"),
-    (["--ce-weight", "0", "--kl-weight", "0"], "one must be positive"),
+    (["--loss", "ce:0"], "'ce:0' is no sum with positive weights"),
+    (["--loss", "ce:1+kll:1"], "of ce, ce_data, kl, topk_kl, topk_kl_full, tv, lk, neglog, e2e"),
+    (["--step-weights", "0.5,0.5"], "expected 3 numbers"),
+    (["--topk", "0"], "--topk 0 must be at least 1"),
     (["--resume", "nowhere"], "--resume nowhere is no complete training state"),
     (["--target", "/nowhere", "--data", "x.txt", "--out", "o"], "is no directory and no hub id"),
     (["generate", "--draft", "/nowhere", "--prompt", "x"], "has no config.json"),
