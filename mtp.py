@@ -602,22 +602,13 @@ LOSS_TERMS = {
     "lk": lambda log_q, p_top, kl, a: torch.lerp(1 - a, kl, (-3 * a.detach()).exp()),  # arXiv 2602.23881
     "neglog": lambda log_q, p_top, kl, a: -a.clamp(min=torch.finfo(a.dtype).tiny).log(),  # the same
     "e2e": lambda log_q, p_top, kl, a: 0 * a}  # 1 - sum_j prod_{i <= j} a_i / K of whole chains, 2606.12370
-OF_CHANCE = {"tv", "lk", "neglog", "e2e"}  # terms that need a
 
 def parse_loss(text):
     """{term: weight} of a sum of LOSS_TERMS like "ce:1+kl:0.5"; a weight left out is 1."""
     terms = {name: weight or "1" for name, _, weight in (x.strip().partition(":") for x in text.split("+"))}
-    known = all(name in LOSS_TERMS and x.replace(".", "", 1).isdecimal() for name, x in terms.items())
-    require(known and any(map(float, terms.values())), f"loss {text!r} is no sum with positive weights, like "
-            f"ce:1+kl:0.5, of {', '.join(LOSS_TERMS)}")
+    good = all(t in LOSS_TERMS and x.replace(".", "", 1).isdecimal() and float(x) for t, x in terms.items())
+    require(good, f"loss {text!r} is no sum like ce:1+kl:0.5, weights positive, of {', '.join(LOSS_TERMS)}")
     return {name: float(x) for name, x in terms.items()}
-
-def chain_weights(K, decay, given=None):
-    """[K] float64, of sum 1: decay ** k, or the K numbers given."""
-    weight = torch.tensor(given or [decay ** k for k in range(K)], dtype=torch.float64)
-    require(len(weight) == K and weight.min() >= 0 < weight.sum(), f"step weights {given or decay}: expected "
-            f"{K} numbers, none negative, not all 0")
-    return weight / weight.sum()
 
 def valid_rows(loss_mask, docs, ttt_length):
     """(K, B, T) bool: row t counts at step k if token t+2+k exists in row t's document and is not masked."""
@@ -627,9 +618,8 @@ def valid_rows(loss_mask, docs, ttt_length):
 def valid_counts(loss_mask, doc_ids, ttt_length, *, batch, length):
     """[K + 1] int64: rows of a batch that count at each step, and at every one. Summed over micro-batches and
     data-parallel ranks and passed as ttt_loss(counts=...), they keep any split from changing the gradient."""
-    given = loss_mask if doc_ids is None else doc_ids
-    docs = Documents(doc_ids, batch, length, "cpu" if given is None else given.device)
-    valid = valid_rows(loss_mask, docs, ttt_length)
+    device = getattr(loss_mask if doc_ids is None else doc_ids, "device", "cpu")
+    valid = valid_rows(loss_mask, Documents(doc_ids, batch, length, device), ttt_length)
     return torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
 
 LOGITS_HELD = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # elements of one [rows, V] buffer; there are three
@@ -651,17 +641,16 @@ def row_softmax(x, lm_head, scratch, p):
     total = p.sum(-1, keepdim=True)  # torch.softmax is off by 5e-6 at V = 150k on a CPU
     return logits, p.div_(total), best[:, 0], total[:, 0].log()
 
-def logit_slopes(value, leaves, spots, p, q, scratch, w):
-    """(N, V): slopes in the logits of value (N,), terms w of leaves log q at spots (N, 2 + n), kl, a (in q);
-    and of a (in scratch).  d log q[v] = onehot(v) - q,  d kl = q - p,  d a = q (s - <s, q>), s = [p > q]."""
-    slopes = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=True)
-    d_log_q, d_kl, d_a = slopes[0], *(x[:, None] for x in slopes[1:])
-    if w.keys() & OF_CHANCE:
+def logit_slopes(value, leaves, spots, p, q, scratch, chances, kl):
+    """(N, V): slopes in the logits of value (N,), of leaves log q at spots (N, 2 + n), KL, a (in q); and of a
+    (in scratch).  d log q[v] = onehot(v) - q,  d KL = q - p,  d a = q (s - <s, q>), s = [p > q]."""
+    d_log_q, d_kl, d_a = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=True)
+    if chances:
         da = torch.gt(p, q, out=scratch).mul_(q)
         da.addcmul_(q, da.sum(-1, keepdim=True), value=-1)
-        q.mul_(d_kl - d_log_q.sum(-1, keepdim=True)).addcmul_(p, d_kl, value=-1).addcmul_(da, d_a)
-    else:  # d_kl is the same in all rows
-        q.mul_(d_kl - d_log_q.sum(-1, keepdim=True)).sub_(p, alpha=w.get("kl", 0))
+    q.mul_((d_kl - d_log_q.sum(-1))[:, None]).sub_(p, alpha=kl)
+    if chances:  # and lk's share of d_kl
+        q.addcmul_(p, (d_kl - kl)[:, None], value=-1).addcmul_(da, d_a[:, None])
     for at in (slice(0, 1), slice(1, 2), slice(2, None)):  # no column twice in one call: deterministic
         q.scatter_add_(1, spots[:, at], d_log_q[:, at])
     return q, scratch
@@ -670,8 +659,7 @@ class ChunkedLoss(torch.autograd.Function):
     """sum_k coeff_k * sum over counted rows of the weighted terms, without holding [T, V].
 
     lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk, and only
-    that, [B, T, C], is kept. The logits of a teacher row are computed once for all K steps. e2e needs every a
-    of a chain: d a / d n is put aside until they are there, then scaled by one number per row."""
+    that, [B, T, C], is kept. The logits of a teacher row are computed once for all K steps."""
     @staticmethod
     def forward(ctx, lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
         """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K + 1] float64, e2e's last;
@@ -681,7 +669,7 @@ class ChunkedLoss(torch.autograd.Function):
         size = min(max(1, LOGITS_HELD[lm_head.device.type] // V), hidden.shape[1])
         scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
         total, ce, kl, a, sure = p_rows.new_zeros(5, *valid.shape)
-        hit, measure = torch.zeros_like(valid, dtype=torch.int), measure or w.keys() & OF_CHANCE
+        hit, chances = valid.int() * 0, measure or w.keys() & {"tv", "lk", "neglog", "e2e"}
         grads, chains = ([torch.zeros_like(n) for n in ns if x and any(ctx.needs_input_grad)]
                          for x in (True, "e2e" in w))
         for b, start, stop in teacher_chunks(valid, size):
@@ -690,13 +678,12 @@ class ChunkedLoss(torch.autograd.Function):
             p_top, top = p_chunk.topk(min(topk, V) if w.keys() & {"topk_kl", "topk_kl_full"} else 0)
             spots = torch.cat([labels[:, None], tokens[b, start + 1:stop + 1, None], top], dim=1)
             for k, n in enumerate(ns):
-                i = max(0, start - 1 - k)
-                j = max(i, min(T, stop - 1 - k))  # i to j: draft rows whose teachers these are
+                i, j = max(0, start - 1 - k), max(0, start - 1 - k, min(T, stop - 1 - k))  # their draft rows
                 rows, at = (k, b, slice(i, j)), slice(i + 1 + k - start, j + 1 + k - start)
                 p, (logits, q, best, lse) = p_chunk[at], row_softmax(n[b, i:j], lm_head, scratch, q_rows)
                 log_q, hit[rows] = logits.gather(1, spots[at]) - lse[:, None], best == labels[at]
                 ce[rows], kl[rows] = -log_q[:, 0], plogp[at] - logits.mul_(p).sum(-1) + lse
-                if measure:
+                if chances:
                     a[rows] = torch.minimum(p, q, out=logits).sum(-1)
                     sure[rows] = p.gather(1, best[:, None])[:, 0]
                 with torch.enable_grad():
@@ -704,10 +691,10 @@ class ChunkedLoss(torch.autograd.Function):
                     value = sum(w[name] * LOSS_TERMS[name](x[0], p_top[at], *x[1:]) for name in w)
                 total[rows] = value.detach()
                 if grads:
-                    d, da = logit_slopes(value, x, spots[at], p, q, logits, w)
+                    d, da = logit_slopes(value, x, spots[at], p, q, logits, chances, w.get("kl", 0))
                     dn = (d.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
                     grads[k][b, i:j] = dn.masked_fill_(~valid[rows][:, None], 0)
-                if chains:
+                if chains:  # d a / d n; e2e's slope is one number per row times that, known after all steps
                     chains[k][b, i:j] = (da.to(lm_head.dtype) @ lm_head).to(n.dtype)
         with torch.enable_grad():
             lost = 1 - a.requires_grad_().cumprod(0).sum(0).double() / K
@@ -750,15 +737,15 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     """Loss of K = ttt_length draft steps from every row, as served: TTTOutput. ValueError for bad input.
 
     input_ids (B, T); hidden_states (B, T, C): the target's after its final norm; loss_mask (B, T) of the
-    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts: of
-    valid_counts, divides the sums, default this call's own. recycle: what feeds the next step, "post" (n),
-    "pre" (r) or "both", each row one at random. zero_first_embedding: that of position 0, as vLLM. loss: for
-    parse_loss, overrides ce_weight and kl_weight; topk: its n. step_weights: K numbers, override decay.
-    rollout: what steps from 1 on embed, the "data" or, as served, the "draft"'s own argmax. backend "usp":
-    every rank of `group` passes the whole row; loss is its local sum over the global count, so that gradients
-    SUMMED over ranks are right. measure: also tv, sampled and greedy."""
-    choices = dict(backend=backend, recycle=recycle, rollout=rollout)
-    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, group, **choices)
+    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts, default
+    this call's valid_counts, divide the sums. recycle: what feeds a next step, "post" (n), "pre" (r), "both"
+    (a row draws one). zero_first_embedding: that of position 0, as vLLM. loss: for parse_loss, overrides both
+    weights; topk: its n. step_weights: K, override decay. rollout: from step 1 on, embed the "data" or, as
+    served, the "draft"'s own argmax. measure: give tv, sampled, greedy. backend "usp": every rank of `group`
+    passes the whole row; loss is its local sum over the global count, so that gradients SUMMED are right."""
+    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group)
+    require(recycle in ("post", "pre", "both"), f"recycle {recycle!r} is not 'post', 'pre' or 'both'")
+    require(rollout in ("data", "draft"), f"rollout {rollout!r} is neither 'data' nor 'draft'")
     terms = parse_loss(loss) if loss else {"ce": ce_weight, "kl": kl_weight}
     (B, T), K = input_ids.shape, ttt_length
     P, rank = (dist.get_world_size(group), dist.get_rank(group)) if backend == "usp" else (1, 0)
@@ -786,8 +773,9 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
         g = n if recycle == "post" else r if recycle == "pre" else torch.where(window(post, lo, hi), n, r)
         load = load + expert_load(chosen, docs.has_later(k + 1)[:, lo:hi], model.config.n_routed_experts)
     divisor = (count if counts is None else counts.to(count.device)).clamp(min=1)
-    require(len(divisor) == K + 1, f"counts must be the {K + 1} numbers that valid_counts gives")
-    coeff = F.pad(chain_weights(K, decay, step_weights), (0, 1), value=1.0).to(count.device) / divisor
+    weight = torch.tensor(step_weights or [decay ** k for k in range(K)], dtype=torch.float64)
+    require(len(weight) == K == len(divisor) - 1, f"expected {K} step_weights, {K + 1} counts (valid_counts)")
+    coeff = F.pad(weight / weight.sum(), (0, 1), value=1.0).to(count.device) / divisor
     loss, sums, hits = ChunkedLoss.apply(
         model.lm_head_weight, hidden, valid[:, :, lo:hi], coeff, terms, topk, ids, measure, *ns)
     if P > 1:
@@ -797,7 +785,7 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     mean, prefix, hits = sums / count[:K].clamp(min=1), sums[3].round().long(), hits[:, :, :T].bool()
     return TTTOutput(loss, *mean[:3], count[:K], prefix, load, hits, *mean[4:7 if measure else 4])
 
-def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, group, **choices):
+def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group):
     require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
     require(input_ids.dim() == 2, f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
     shape = tuple(input_ids.shape)
@@ -805,10 +793,7 @@ def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length,
             f"{tuple(hidden_states.shape)}, expected (B, T, C) = {(*shape, model.config.hidden_size)}")
     for name, x in dict(loss_mask=loss_mask, doc_ids=doc_ids).items():
         require(x is None or x.shape == shape, f"{name} must have the shape of input_ids, {shape}")
-    known = dict(backend=list(BACKENDS), recycle=["post", "pre", "both"], rollout=["data", "draft"])
-    for name, x in choices.items():
-        require(x in known[name], f"{name} {x!r} is not one of {', '.join(known[name])}")
-    backend = choices["backend"]
+    require(backend in BACKENDS, f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     require(group is None or backend == "usp", f"backend {backend!r} takes no process group, only usp does")
     require(backend != "usp" or dist.is_initialized(), "backend usp needs torch.distributed: use torchrun")
     require(ttt_length > 0, f"ttt_length {ttt_length} must be at least 1")
@@ -1398,8 +1383,7 @@ class TrainConfig(ModelOptions):
     topk: int = option(10, "how many of the target's most likely tokens the topk terms see")
     decay: float = option(0.8, "step k weighs decay ** k")
     step_weights: str = option(None, "instead: a weight for each step, e.g. 0.5,0.3,0.2")
-    rollout: str = option("data", "what steps from 1 on embed: the data, or the draft's own greedy tokens",
-                          choices=["data", "draft"])
+    rollout: str = option("data", "later steps embed the data, or drafted tokens", choices=["data", "draft"])
     steps: int = option(120, "optimizer steps")
     batch_size: int = option(8, "rows per optimizer step, over all ranks")
     micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
@@ -1422,6 +1406,7 @@ class TrainConfig(ModelOptions):
 @dataclass
 class EvalConfig(ModelOptions):
     draft: str = option(None, "draft directory")
+    recycle: str = option(None, "post or pre; default: the draft's, post for both", choices=["post", "pre"])
     data: list = option(None, "held-out files, .txt or .jsonl; default: the demo's")
     backend: str = option("sdpa", "attention", choices=["sdpa", "fa", "auto"], also="--attention-backend")
     ttt_length: int = option(None, "draft steps evaluated; default: the draft's")
@@ -1432,6 +1417,9 @@ class EvalConfig(ModelOptions):
 @dataclass
 class GenerateConfig(ModelOptions):
     draft: str = option(None, "draft directory")
+    recycle: str = option(None, "post or pre; default: the draft's, post for both", choices=["post", "pre"])
+    temperature: float = option(0.0, "of sampling; 0: greedy decoding")
+    draft_sampling: str = option("greedy", "how drafts are drawn", choices=["greedy", "probabilistic"])
     prompt: str = option(None, "text to continue")
     chat: bool = option(False, "put the prompt through the tokenizer's chat template")
     max_new_tokens: int = option(128, "length limit of the answer")
@@ -1450,8 +1438,9 @@ def check_train_config(cfg):
     require(cfg.data or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
     require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
     parse_loss(cfg.loss)
-    weights = [float(x) for x in cfg.step_weights.split(",")] if cfg.step_weights else None
-    chain_weights(cfg.ttt_length, cfg.decay, weights)
+    weights, K = cfg.step_weights and [float(x) for x in cfg.step_weights.split(",")], cfg.ttt_length
+    require(not weights or len(weights) == K and min(weights) >= 0 < sum(weights), f"--step-weights "
+            f"{cfg.step_weights}: expected {K} numbers, none negative, not all 0")
     require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
     restarted, held = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), saved_states(cfg.out)
     resume = cfg.resume or ("auto" if restarted else "never")
@@ -1517,8 +1506,7 @@ class Run:
             loss, tally, load = loss + out.loss.detach(), tally + self.tally(out), load + out.expert_load
         for p in self.model.parameters():
             all_sum(p.grad)
-        bad = [name for _, names in batches for name in names]
-        return all_sum(loss).item(), all_sum(tally) / sp, all_sum(load) // sp, bad
+        return all_sum(loss), all_sum(tally) / sp, all_sum(load) // sp, sum((bad for _, bad in batches), [])
 
     @torch.no_grad()
     def evaluate(self, rows):
@@ -1548,12 +1536,11 @@ class Run:
                 file.write(json.dumps(line) + "\n")
 
 def means(tally):
-    """ce, kl, acc, tv (lists [K]); accept_len, of all counted rows, and those that a target which samples, at
-    temperature 1, is expected to give sampled and greedy drafts. tally [8, K]; [5, K] without chances."""
-    x = (tally / tally[3].clamp(min=1)).tolist()
-    found = {"ce": x[0], "kl": x[1], "acc": x[2], "accept_len": 1 + sum(x[4])}
-    return found if len(x) == 5 else {
-        **found, "tv": x[5], "accept_len_sampled": 1 + sum(x[6]), "accept_len_greedy": 1 + sum(x[7])}
+    """ce, kl, acc, tv (lists [K]); accept_len, of all counted rows, and what is expected of it if the target
+    samples, at temperature 1, for sampled and for greedy drafts. tally [8, K]; [5, K] without chances."""
+    names = "ce", "kl", "acc", "count", "accept_len", "tv", "accept_len_sampled", "accept_len_greedy"
+    found = dict(zip(names, (tally / tally[3].clamp(min=1)).tolist()))
+    return {name: 1 + sum(x) if "len" in name else x for name, x in found.items() if name != "count"}
 
 def walk(hits, loss_mask, docs):
     """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text in turn.
@@ -1708,10 +1695,9 @@ def train_loop(run, optimizer, progress, rows, held):
         last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
         if due(cfg.log_every) or last:
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            line = dict(loss=sum(losses) / max(1, len(losses)), grad_norm=norm, lr=lr,
-                        tokens_per_second=tokens / seconds,
-                        top_expert_share=(load.max() / load.sum().clamp(min=1)).item(),
-                        skipped=int(progress["skipped"]))
+            line = dict(loss=float(sum(losses)) / max(1, len(losses)), grad_norm=norm, lr=lr,
+                        tokens_per_second=tokens / seconds, skipped=int(progress["skipped"]),
+                        top_expert_share=(load.max() / load.sum().clamp(min=1)).item())
             bar.set_postfix(log_step(run, step + 1, tally, line), refresh=False)
             tokens, tally, losses = 0, run.tally(), []
         bar.update()
@@ -1760,9 +1746,9 @@ def log_step(run, step, tally, line):
 class Drafter:
     """Drafting as engines do it: a cache of draft keys for the verified prefix, rewritten from the target's
     true hidden states after every verification, and one appended key per drafted token."""
-    def __init__(self, model, recycle="post", zero_first_embedding=False):
+    def __init__(self, model, recycle="post", zero_first_embedding=False, temperature=0.0):
         self.model, self.recycle, self.zero_first = model, recycle, zero_first_embedding
-        self.past_k, self.past_v = [], []
+        self.past_k, self.past_v, self.temperature = [], [], temperature
 
     def rows(self, tokens, hidden, start):
         """Run rows start..; tokens: those one position on; hidden (1, n, C). Returns the last row's n and
@@ -1773,17 +1759,34 @@ class Drafter:
             embeds = embeds.masked_fill((positions == 0)[..., None], 0)
         n, r, self.past_k, self.past_v, _ = self.model(
             embeds, hidden.to(embeds.dtype), positions, self.past_k, self.past_v, None, attend_decode)
-        return n[:, -1:], (n if self.recycle == "post" else r)[:, -1:]
+        return n[:, -1:], (r if self.recycle == "pre" else n)[:, -1:]
 
     def draft(self, tokens, hidden, start, K):
-        """K greedy tokens after `tokens`, the verified ones from position start + 1; hidden: from `start`."""
+        """K tokens, drawn from q, after `tokens`, verified, from position start + 1; hidden: from `start`."""
         self.past_k, self.past_v = ([x[:, :start] for x in past] for past in (self.past_k, self.past_v))
-        drafted, (n, g) = [], self.rows(tokens, hidden, start)
+        drafted, self.q, (n, g) = [], [], self.rows(tokens, hidden, start)
         while True:
-            drafted.append(self.model.logits(n).argmax(-1).item())
+            self.q.append(distribution(self.model.logits(n)[0], self.temperature))
+            drafted.append(self.q[-1].multinomial(1).item())
             if len(drafted) == K:
                 return drafted
             n, g = self.rows(drafted[-1:], g, start + len(tokens) + len(drafted) - 1)
+
+def distribution(logits, temperature):
+    """Of logits (N, V): what tokens are drawn from; temperature 0 is greedy, onehot(argmax)."""
+    if temperature:
+        return (logits.float() / temperature).softmax(-1)
+    return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+
+def verify(p, q, drafted):
+    """How many drafted tokens stand, and the token after them, all as if drawn from p (K + 1, V). Token x, of
+    q (K, V), stands with chance min(1, p[x] / q[x]); the first that falls is replaced by one of the positive
+    part of p - q (Leviathan et al. 2023). One-hot p and q: greedy decoding."""
+    at = torch.tensor(drafted, dtype=torch.long, device=p.device)[:, None]
+    stands = torch.rand(at.shape, device=p.device) * q.gather(1, at) < p[:-1].gather(1, at)
+    n = int(stands.cumprod(0).sum())
+    rest = (p[n] - q[n]).clamp(min=0) if n < len(drafted) else p[n]
+    return n, (rest if rest.any() else p[n]).multinomial(1).item()
 
 class Decoding(NamedTuple):
     ids: list       # prompt and all verified tokens, to the end of the last round
@@ -1793,8 +1796,8 @@ class Decoding(NamedTuple):
     seconds: float
 
 @torch.no_grad()
-def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=()):
-    """Greedy decoding of `prompt` (token ids), K drafted tokens verified per round; K = 0: plain."""
+def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=(), temperature=0.0):
+    """Greedy decoding or sampling after `prompt` (ids), K drafted tokens verified per round; K = 0: plain."""
     from transformers import DynamicCache
     device, began = target.model.device, time.perf_counter()
     past, tokens, drafted, start = DynamicCache(config=target.model.config), list(prompt), [], 0
@@ -1806,13 +1809,12 @@ def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=()):
             torch.tensor([new], device=device), position_ids=positions, use_cache=True,
             **{target.cache_name: past}).last_hidden_state.to(target.device)
         logits = F.linear(hidden[0, -len(drafted) - 1:].to(target.lm_head.dtype), target.lm_head)
-        best, n = logits.argmax(-1).tolist(), 0
-        while n < len(drafted) and drafted[n] == best[n]:
-            n += 1
+        p = distribution(logits, temperature)
+        n, token = verify(p, torch.cat(drafter.q) if drafted else p, drafted)
         rounds += [n] if drafted else []
         margins += [(a, a - b) for a, b in logits[:n + 1].float().topk(2).values.tolist()]
         past.crop(n - len(drafted))  # negative: forgets the refused ones
-        tokens += best[:n + 1]
+        tokens += drafted[:n] + [token]
         answer = tokens[len(prompt):]
         ends = [i for i, token in enumerate(answer) if token in eos]
         if ends or len(answer) >= max_new_tokens:
@@ -1833,7 +1835,7 @@ def open_draft(cfg):
     require(target.sha256 == expected, f"{cfg.draft} was trained for another target: config.json "
             f"of {target.path} has sha256 {target.sha256[:12]}.., expected {expected[:12]}..")
     model.to(target.device).set_target(target.embed, target.lm_head)
-    return model, target, meta
+    return model, target, {**meta, "recycle": cfg.recycle or meta["recycle"]}
 
 def evaluate_command(cfg):
     """Print the acceptance table of a draft on held-out text."""
@@ -1850,8 +1852,8 @@ def evaluate_command(cfg):
     say(f"walk: accepted per position {per_position}; {result['rows']:,} rows counted")
 
 def generate_command(cfg):
-    """Continue a prompt by speculative and by plain greedy decoding; compare tokens and time."""
-    require(cfg.prompt, "--prompt TEXT is missing")
+    """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy) and time."""
+    require(cfg.prompt and cfg.temperature >= 0, "--prompt TEXT is missing, or --temperature is below 0")
     model, target, meta = open_draft(cfg)
     K, tokenizer, length = cfg.ttt_length or meta["ttt_length"], target.tokenizer, cfg.max_new_tokens
     ids = tokenizer(cfg.prompt)["input_ids"] if not cfg.chat else tokenizer.apply_chat_template(
@@ -1861,14 +1863,18 @@ def generate_command(cfg):
             f"target takes 1 to {room}")
     eos = getattr(target.model.generation_config, "eos_token_id", None)
     eos = eos if isinstance(eos, list) else [eos]
-    plain = decode(target, ids, length, eos=eos)
-    fast = decode(target, ids, length, Drafter(model, meta["recycle"], meta["zero_first_embedding"]), K, eos)
+    drafter = Drafter(model, meta["recycle"], meta["zero_first_embedding"],
+                      cfg.temperature if cfg.draft_sampling == "probabilistic" else 0.0)
+    plain = decode(target, ids, length, eos=eos, temperature=cfg.temperature)
+    fast = decode(target, ids, length, drafter, K, eos, cfg.temperature)
     rounds = max(1, len(fast.rounds))
     per_position = " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K))
     speeds = [len(x.answer) / x.seconds for x in (fast, plain)]
     print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
           f"over {len(fast.rounds)} rounds; accepted per position {per_position}\n"
           f"tokens/s: {speeds[0]:.1f} with drafting, {speeds[1]:.1f} without")
+    if cfg.temperature:
+        return print(f"sampled at temperature {cfg.temperature} with {cfg.draft_sampling} drafts")
     check_lossless(plain, fast, target.lm_head.dtype)
 
 def check_lossless(plain, fast, dtype):

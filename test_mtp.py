@@ -175,48 +175,76 @@ def documents(doc_ids):
     return [(b, rows) for b, doc, rows in found if doc >= 0]
 
 
+def naive_terms(teacher, z, token, topk):
+    """{term: (..)}, 1 - TV, p[argmax q], of whole logits (.., V) of teacher and draft, data tokens (..)."""
+    log_p, log_q = teacher.log_softmax(-1), z.log_softmax(-1)
+    kl = F.kl_div(log_q, log_p, log_target=True, reduction="none")
+    top = teacher.topk(min(topk, z.shape[-1])).indices
+    inside = F.kl_div(z.gather(-1, top).log_softmax(-1), teacher.gather(-1, top).log_softmax(-1),
+                      log_target=True, reduction="none")
+    tv = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    lam = torch.exp(-3.0 * (1 - tv)).detach()
+    terms = dict(ce=-log_q.gather(-1, teacher.argmax(-1, keepdim=True))[..., 0],
+                 ce_data=-log_q.gather(-1, token[..., None])[..., 0], kl=kl.sum(-1), topk_kl=inside.sum(-1),
+                 topk_kl_full=kl.gather(-1, top).sum(-1), tv=tv, lk=lam * kl.sum(-1) + (1 - lam) * tv,
+                 neglog=-torch.minimum(log_p, log_q).exp().sum(-1).log())
+    return terms, 1 - tv, log_p.exp().gather(-1, z.argmax(-1, keepdim=True))[..., 0]
+
+
 def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, ce_weight=1.0, kl_weight=1.0,
-              decay=0.8, recycle="post", zero_first_embedding=False):
-    """ttt_loss, one row and one step at a time, straight from the definition. Same results as run()."""
+              decay=0.8, recycle="post", zero_first_embedding=False, loss=None, topk=10, step_weights=None,
+              rollout="data", measure=False, post=None):
+    """ttt_loss, one row and one step at a time, straight from the definition. Same results as run(). post
+    (B, T): what recycle both drew."""
     cfg, K = model.config, ttt_length
+    w = {"ce": ce_weight, "kl": kl_weight} if loss is None else mtp.parse_loss(loss)
     p = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mask = torch.ones_like(ids) if mask is None else mask
-    ce, kl, right, count, prefix = ([0.0] * K for _ in range(5))
-    hits = torch.zeros(K, *ids.shape, dtype=torch.bool)
+    ce, kl, right, count, prefix, tv, sampled, greedy, total = ([0.0] * K for _ in range(9))
+    hits, lost, whole = torch.zeros(K, *ids.shape, dtype=torch.bool), 0.0, 0
     load = torch.zeros(cfg.n_routed_experts, dtype=torch.long)
     for b, rows in documents(torch.zeros_like(ids) if doc_ids is None else doc_ids):
         x, h = ids[b, rows], hidden[b, rows]
         root_k, root_v = [], []
         for t in range(len(rows) - 1):
-            g, keys, values, all_right = h[t], root_k, root_v, True
+            g, keys, values, all_right, a, sure, counted = h[t], root_k, root_v, True, [], [], 0
             for k in range(min(K, len(rows) - 1 - t)):
-                e = model.embed_weight[x[t + 1 + k]] * (not (zero_first_embedding and t + k == 0))
+                token = x[t + 1 + k] if k == 0 or rollout == "data" else logits.argmax()
+                e = model.embed_weight[token] * (not (zero_first_embedding and t + k == 0))
                 n, r, chosen, keys, values = naive_step(e, g, t + k, keys, values, p, cfg)
                 if k == 0:
                     root_k, root_v = keys, values
                 load[chosen] += 1
-                g = n if recycle == "post" else r
+                fed = recycle if post is None or recycle != "both" else ("pre", "post")[int(post[b, rows[t]])]
+                g, logits = n if fed == "post" else r, model.lm_head_weight @ n
                 if t + 2 + k >= len(rows):
                     continue
-                teacher, logits = model.lm_head_weight @ h[t + 1 + k], model.lm_head_weight @ n
+                teacher = model.lm_head_weight @ h[t + 1 + k]
                 is_right = int(teacher.argmax() == logits.argmax())
                 all_right = all_right and is_right
+                terms, chance, best = naive_terms(teacher, logits, x[t + 2 + k], topk)
+                a, sure = a + [chance], sure + [best]
                 if mask[b, rows[t + 2 + k]] != 0:
+                    counted += 1
                     count[k] += 1
                     right[k] += is_right
                     prefix[k] += int(all_right)
                     hits[k, b, rows[t]] = bool(is_right)
-                    log_q, log_p = logits.log_softmax(0), teacher.log_softmax(0)
-                    ce[k] = ce[k] - log_q[teacher.argmax()]
-                    kl[k] = kl[k] + (log_p.exp() * (log_p - log_q)).sum()
-    ce, kl, right = ([x[k] / max(count[k], 1) for k in range(K)] for x in (ce, kl, right))
-    weight = [decay ** k / sum(decay ** j for j in range(K)) for k in range(K)]
-    loss = sum(w * (ce_weight * c + kl_weight * l) for w, c, l in zip(weight, ce, kl))
+                    ce[k], kl[k], tv[k] = ce[k] + terms["ce"], kl[k] + terms["kl"], tv[k] + terms["tv"]
+                    sampled[k], greedy[k] = sampled[k] + math.prod(a), greedy[k] + math.prod(sure)
+                    total[k] = total[k] + sum(w[name] * terms[name] for name in w if name != "e2e")
+            if counted == K:
+                lost, whole = lost + 1 - sum(math.prod(a[:j + 1]) for j in range(K)) / K, whole + 1
+    ce, kl, right, tv, sampled, greedy, total = ([x[k] / max(count[k], 1) for k in range(K)]
+                                                 for x in (ce, kl, right, tv, sampled, greedy, total))
+    weight = step_weights or [decay ** k for k in range(K)]
+    loss = sum(u * x for u, x in zip(weight, total)) / sum(weight) + w.get("e2e", 0) * lost / max(whole, 1)
     names = [name for name, _ in model.named_parameters()]
     grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
     figures = [torch.tensor([v.item() if torch.is_tensor(v) else v for v in x], dtype=torch.float64)
-               for x in (ce, kl, right, count, prefix)]
-    return mtp.TTTOutput(loss.detach(), *figures, load, hits), dict(zip(names, grads))
+               for x in (ce, kl, right, count, prefix, tv, sampled, greedy)]
+    out = mtp.TTTOutput(loss.detach(), *figures[:5], load, hits, *figures[5:8 if measure else 5])
+    return out, dict(zip(names, grads))
 
 
 # ---- The file itself ---------------------------------------------------------------------------------------
@@ -502,8 +530,8 @@ def test_wrong_input_is_named():
             (dict(doc_ids=doc[:, 1:]), r"doc_ids.*\(2, 14\)"),
             (dict(backend="flash"), "'flash'.*sdpa, fa, usp"), (dict(backend="fa", group=object()), "group"),
             (dict(backend="usp"), "torchrun"), (dict(recycle="mid"), "'mid'"), (dict(rollout="own"), "'own'"),
-            (dict(step_weights=[1, 2]), "expected 3 numbers"), (dict(step_weights=[1, -1, 1]), "none negative"),
-            (dict(counts=torch.ones(3)), "4 numbers"), (dict(loss="kll"), "'kll' is no sum"),
+            (dict(step_weights=[1, 2]), "3 step_weights"), (dict(counts=torch.ones(3)), "4 counts"),
+            (dict(loss="kll"), "'kll' is no sum"),
             (dict(ttt_length=0), "ttt_length 0")):
         with pytest.raises(ValueError, match=says):
             mtp.ttt_loss(model, **{**dict(input_ids=ids, hidden_states=hidden), **change})
@@ -779,6 +807,28 @@ def test_ttt_loss_equals_the_row_by_row_reference(case, backend):
     assert_same(run(model, ids, hidden, mask, doc, backend=backend, **options), expected, **EXACT)
 
 
+EVERY = "+".join(f"{name}:{0.3 + i / 10:.1f}" for i, name in enumerate(mtp.LOSS_TERMS))
+OBJECTIVES = [
+    dict(loss=EVERY, topk=4, measure=True), dict(loss="e2e", step_weights=[0.2, 0.0, 3.0], rollout="draft"),
+    dict(loss="lk+ce_data:0.5", step_weights=[0.5, 0.3, 0.2], rollout="draft", recycle="pre", measure=True),
+    dict(loss="neglog", recycle="both", rollout="draft"),
+    dict(loss="tv", ttt_length=5, recycle="both", decay=1.0)]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("case", range(len(OBJECTIVES)))
+def test_objectives_equal_the_row_by_row_reference(case, backend):
+    """Terms, step weights, rollout of the draft's own tokens, a drawn recycle; packed and masked."""
+    model, options = toy_draft(**SHAPES[case % 3]), OBJECTIVES[case]
+    batch = toy_batch(model, T=18)
+    torch.manual_seed(5)
+    post = torch.rand(2, 18) < 0.5
+    expected = naive_ttt(model, *batch, post=post, **options)
+    assert expected[0].count.min() > 1 and (case or expected[0].prefix_hits.max() > 0)
+    torch.manual_seed(5)
+    assert_same(run(model, *batch, backend=backend, **options), expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "fa"])
 @pytest.mark.parametrize("recycle, zero_first", [("post", False), ("pre", True)])
 def test_training_computes_what_serving_computes(backend, recycle, zero_first, monkeypatch):
@@ -1038,27 +1088,13 @@ def test_two_runs_are_bitwise_equal():
 
 # ---- The chunked loss --------------------------------------------------------------------------------------
 
-def naive_terms(teacher, z, token, topk):
-    """{term: (B, T)} and 1 - TV of one step, from whole logits (B, T, V) of teacher and draft."""
-    log_p, log_q = teacher.log_softmax(-1), z.log_softmax(-1)
-    kl = F.kl_div(log_q, log_p, log_target=True, reduction="none")
-    top = teacher.topk(topk).indices
-    inside = F.kl_div(z.gather(-1, top).log_softmax(-1), teacher.gather(-1, top).log_softmax(-1), log_target=True,
-                      reduction="none")
-    tv = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
-    lam = torch.exp(-3.0 * (1 - tv)).detach()
-    return dict(ce=-log_q.gather(-1, teacher.argmax(-1, keepdim=True))[..., 0],
-                ce_data=-log_q.gather(-1, token[..., None])[..., 0], kl=kl.sum(-1), topk_kl=inside.sum(-1),
-                topk_kl_full=kl.gather(-1, top).sum(-1), tv=tv, lk=lam * kl.sum(-1) + (1 - lam) * tv,
-                neglog=-torch.minimum(log_p, log_q).exp().sum(-1).log()), 1 - tv
-
-
 def naive_loss(lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
     """The loss with whole logits and autograd."""
     wide, total, chances, (K, _, T) = mtp.fp32(lm_head.dtype), 0.0, [], valid.shape
     for k, n in enumerate(ns):
-        teacher, z = (F.linear(x.to(lm_head.dtype), lm_head).to(wide) for x in (hidden[:, k + 1:k + 1 + T], n))
-        terms, chance = naive_terms(teacher, z, tokens[:, k + 2:k + 2 + T], topk)
+        states = hidden[:, k + 1:k + 1 + T]
+        teacher, z = (F.linear(x.to(lm_head.dtype), lm_head).to(wide) for x in (states, n))
+        terms, chance, _ = naive_terms(teacher, z, tokens[:, k + 2:k + 2 + T], topk)
         chances.append(chance)
         for name in w.keys() - {"e2e"}:
             total = total + coeff[k].to(wide) * w[name] * terms[name][valid[k]].sum()
@@ -1087,14 +1123,16 @@ def in_float64(case):
 def assert_loss_is_autograds(case, tolerance=1e-9):
     (loss, *_), expected = mtp.ChunkedLoss.apply(*case), naive_loss(*case)
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
-    grads = [torch.autograd.grad(3 * x, case[8:], allow_unused=True, materialize_grads=True) for x in (loss, expected)]
+    grads = [torch.autograd.grad(3 * x, case[8:], allow_unused=True, materialize_grads=True)
+             for x in (loss, expected)]
     for got, want in zip(*grads):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     return grads[1]
 
 
 TERMS = [{name: 0.6} for name in mtp.LOSS_TERMS] + [
-    {name: 0.3 + 0.2 * i for i, name in enumerate(mtp.LOSS_TERMS)}, {"kl": 0.5, "lk": 1.5}, {"ce": 1.0, "e2e": 2.0}]
+    {name: 0.3 + 0.2 * i for i, name in enumerate(mtp.LOSS_TERMS)}, {"kl": 0.5, "lk": 1.5},
+    {"ce": 1.0, "e2e": 2.0}]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
@@ -1120,7 +1158,8 @@ def test_terms_at_the_edges(terms):
     same = case[:8] + [case[1][:, k + 1:k + 24].clone().requires_grad_() for k in range(3)]
     grads = assert_loss_is_autograds(same)
     if not terms.keys() & {"ce", "ce_data", "topk_kl_full"}:  # these have their minimum elsewhere
-        assert mtp.ChunkedLoss.apply(*same)[0].abs() < 1e-12 and all(grad.abs().max() < 1e-12 for grad in grads)
+        assert mtp.ChunkedLoss.apply(*same)[0].abs() < 1e-12
+        assert all(grad.abs().max() < 1e-12 for grad in grads)
     sharp = list(loss_case(terms=terms, topk=1))
     sharp[1] = sharp[1] * 1e3
     assert_loss_is_autograds(sharp)
@@ -1183,8 +1222,9 @@ def test_teacher_logits_are_computed_once_and_only_where_read(rows, monkeypatch)
     assert rows > 4 or len(seen) < 2 * 26 - 8  # chunks that nothing reads are left out
 
 
-def test_chunked_loss_in_bf16_errs_at_most_twice_as_much_as_autograd():
-    case = loss_case(torch.bfloat16, V=200, C=32)
+@pytest.mark.parametrize("terms", TERMS[:2] + TERMS[4:], ids="+".join)
+def test_chunked_loss_in_bf16_errs_at_most_twice_as_much_as_autograd(terms):
+    case = loss_case(torch.bfloat16, V=200, C=32, terms=terms)
     exact = in_float64(case)
     truth, plain, ours = naive_loss(*exact), naive_loss(*case), mtp.ChunkedLoss.apply(*case)[0]
     assert ours.dtype == torch.float32
@@ -1214,10 +1254,11 @@ def test_low_precision_runs_are_close_to_float64():
     assert out.loss.isfinite() and grads["eh_proj.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("V", [151936, 248320])
-def test_large_vocabularies(V):
+@pytest.mark.parametrize("V, terms", [(151936, None), (248320, None), (151936, TERMS[6]), (151936, TERMS[7]),
+                                      (151936, TERMS[8])])
+def test_large_vocabularies(V, terms):
     """fp32 against float64: careless sums over so many logits err by 1e-4. Gradients are a matmul over V."""
-    case = loss_case(torch.float32, B=1, T=6, C=8, V=V)
+    case = loss_case(torch.float32, B=1, T=6, C=8, V=V, terms=terms)
     exact = in_float64(case)
     truth, plain, ours = naive_loss(*exact), naive_loss(*case), mtp.ChunkedLoss.apply(*case)[0]
     assert_near(ours, truth, 1e-5)
@@ -1226,7 +1267,7 @@ def test_large_vocabularies(V):
         assert (got - want).norm() <= 2 * (ref - want).norm()
 
 
-def saved_bytes(T, V):
+def saved_bytes(T, V, **options):
     """Bytes kept for backward by a whole loss: every distinct storage that is no parameter, once."""
     torch.manual_seed(0)
     model = mtp.MTP(mtp.MTPConfig(
@@ -1244,13 +1285,17 @@ def saved_bytes(T, V):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ids, hidden = torch.randint(V, (1, T)), torch.randn(1, T, 256)
-        out = mtp.ttt_loss(model, ids, hidden, ttt_length=4, backend="fa")
+        out = mtp.ttt_loss(model, ids, hidden, ttt_length=4, backend="fa", **options)
     assert out.loss.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
 
 def test_bytes_saved_for_backward(monkeypatch):
+    """Linear in T, free of V and of the chunks, and of the objective but for its few numbers per row."""
     base = saved_bytes(256, 8192)
+    for options in (dict(loss=EVERY), dict(loss="e2e", rollout="draft")):
+        assert saved_bytes(256, 8192, **options) <= base + 256 * 4 * 4 * 150  # numbers, steps, bytes
+        assert saved_bytes(256, 16384, **options) == saved_bytes(256, 8192, **options)
     assert base <= 40 * 2 ** 20, f"{base / 2 ** 20:.1f} MiB"
     assert saved_bytes(512, 8192) <= 2.1 * base
     assert saved_bytes(256, 16384) == base
@@ -1266,6 +1311,8 @@ USP = [  # changes of the config, of the batch, options; T is no multiple of 4 i
      dict(recycle="pre", zero_first_embedding=True, ttt_length=4)),
     (dict(num_key_value_heads=4, rope_theta=5e6), dict(T=61, B=1), dict(ttt_length=2)),
     (dict(rope_theta=1e6), dict(T=50, packed=False), dict(mask_first=11)),  # most ranks have no valid row
+    (dict(), dict(T=30), dict(rollout="draft", loss="e2e+lk+topk_kl:2", step_weights=[3, 1, 2],
+                              recycle="both", measure=True)),
 ]
 
 
@@ -1300,6 +1347,7 @@ def usp_rank(rank, P, folder):
     for i in range(len(USP)):
         model, batch, options = usp_case(i)
         sent.clear()
+        torch.manual_seed(0)
         results.append((summed(run(model, *batch, backend="usp", **options)), sum(sent)))
     if P == 4:  # two groups of two ranks, each with its own half of the batch
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -1321,6 +1369,7 @@ def test_usp_equals_one_rank(P, tmp_path):
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(P)]
     for i in range(len(USP)):
         model, batch, options = usp_case(i)
+        torch.manual_seed(0)
         expected, cfg = run(model, *batch, backend="sdpa", **options), model.config
         (B, T), K, H, G = batch[0].shape, options.get("ttt_length", 3), 4, cfg.num_key_value_heads
         heads = 2 * H + 2 * G * (P // math.gcd(G, P))
@@ -1725,6 +1774,97 @@ def test_an_end_token_ends_the_answer_and_its_round_counts_whole(tiny, trained):
     assert cut.rounds == free.rounds[:len(cut.rounds)] and cut.ids == free.ids[:len(cut.ids)]
 
 
+def chi_square(counts, expected):
+    """Of counts and expected counts, cells of less than 8 pooled: (statistic - cells) / its standard deviation."""
+    small = expected < 8
+    counts, expected = (torch.cat([x[~small], x[small].sum()[None]]) for x in (counts.double(), expected.double()))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    cells = len(counts) - 1
+    return (((counts - expected) ** 2 / expected).sum().item() - cells) / math.sqrt(2 * cells)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_verified_tokens_are_distributed_as_the_target_says(greedy):
+    """20,000 rounds of two drafts over 7 tokens: pairs of tokens, the rest of a round drawn plainly, against the
+    exact joint distribution; and how many stand, against sum min(p, q)."""
+    torch.manual_seed(0)
+    V, rounds = 7, 20000
+    p_0, p_1, q_0, q_1 = torch.rand(4, V, V).pow(3)
+    p_0, q_0 = p_0[:1] / p_0[0].sum(), q_0[:1] / q_0[0].sum()
+    p_1, q_1 = (x / x.sum(1, keepdim=True) for x in (p_1, q_1))  # row: the first token
+    if greedy:
+        q_0, q_1 = (F.one_hot(x.argmax(1), V).float() for x in (q_0, q_1))
+    pairs, stood = torch.zeros(V, V), [0, 0]
+    firsts = q_0[0].multinomial(rounds, replacement=True).tolist()
+    for first in firsts:
+        second = q_1[first].multinomial(1).item()
+        p = torch.stack([p_0[0], p_1[first], torch.ones(V) / V])
+        n, token = mtp.verify(p, torch.stack([q_0[0], q_1[first]]), [first, second])
+        found = [first, second, token][:n] + [token]
+        found += [] if n else [p_1[token].multinomial(1).item()]
+        pairs[found[0], found[1]] += 1
+        stood = [stood[k] + (n > k) for k in range(2)]
+    assert abs(chi_square(pairs.flatten(), (p_0[0][:, None] * p_1).flatten() * rounds)) < 4
+    one = torch.minimum(p_0[0], q_0[0])
+    two = (one * torch.minimum(p_1, q_1).sum(1)).sum().item()
+    for k, chance in enumerate((one.sum().item(), two)):
+        assert abs(stood[k] - chance * rounds) < 4 * math.sqrt(rounds * chance * (1 - chance))
+
+
+@pytest.mark.parametrize("temperature, probabilistic", [(1.0, True), (1.0, False), (0.7, True)])
+def test_speculative_sampling_is_the_targets_own(tiny, trained, temperature, probabilistic, monkeypatch):
+    """Each sampled token's place in the target's distribution of it, computed afterwards by transformers, is
+    uniform; and as many drafted tokens stand as sum min(p, q) says: p[argmax q] of greedy drafts."""
+    target, (model, _), K, real = load_target(tiny[0]), mtp.load_draft(trained), 3, mtp.verify
+    model.set_target(target.embed, target.lm_head)
+    torch.manual_seed(0)
+    chances, stood = [], []
+
+    def spy(p, q, drafted):
+        n, token = real(p, q, drafted)
+        for k in range(min(n + 1, len(drafted))):  # the tokens that were judged
+            chances.append((torch.minimum(p[k], q[k]).sum() if probabilistic else p[k][q[k].argmax()]).item())
+            stood.append(n > k)
+        return n, token
+
+    monkeypatch.setattr(mtp, "verify", spy)
+    places, drafter = [], mtp.Drafter(model, temperature=temperature * probabilistic)
+    for i in range(10):
+        result = mtp.decode(target, [4 + i, 9], 200, drafter, K, temperature=temperature)
+        text = torch.tensor([[4 + i, 9, *result.answer]])
+        with torch.no_grad():
+            p = (target.model(text).logits[0, 1:-1].double() / temperature).softmax(-1)
+            order = p.argsort(-1, descending=True)
+        rank = (order == text[0, 2:, None]).nonzero()[:, 1:]
+        p = p.gather(1, order)
+        below = p.cumsum(1).gather(1, rank) - p.gather(1, rank)
+        places.append(below[:, 0] + torch.rand(len(p)) * p.gather(1, rank)[:, 0])
+    places = torch.cat(places)
+    assert len(places) == 2000 and 0.05 < sum(stood) / len(stood) < 0.95
+    assert abs(chi_square(places.mul(20).long().bincount(minlength=20), torch.full((20,), 100.0))) < 4
+    spread = math.sqrt(sum(c * (1 - c) for c in chances))
+    assert abs(sum(stood) - sum(chances)) < 4 * spread
+
+
+def test_expected_lengths_of_eval_are_those_of_a_plain_loop(tiny, trained):
+    target, (model, _), K = load_target(tiny[0]), mtp.load_draft(trained), 3
+    model.set_target(target.embed, target.lm_head)
+    samples = mtp.read_samples([tiny[1]], target.tokenizer, 48, 5)[:7]
+    run = mtp.Run(model, target, mtp.TrainConfig(ttt_length=K, recycle="both", rollout="draft", loss="lk"),
+                  mtp.Ranks(), "fa")
+    found, out = run.evaluate([[sample] for sample in samples]), []
+    for sample in samples:
+        hidden = target.states([sample])[0][None]
+        out.append(mtp.ttt_loss(model, sample.input_ids[None], hidden, measure=True))  # data, post
+    count = sum(x.count for x in out)
+    for name, rows in (("sampled", 1), ("greedy", 1)):
+        expected = 1 + sum(getattr(x, name) * x.count for x in out).div(count).sum().item()
+        assert found[f"accept_len_{name}"] == pytest.approx(expected, rel=1e-5) and expected > 1.02 * rows
+    tv = sum(x.tv * x.count for x in out) / count
+    torch.testing.assert_close(torch.tensor(found["tv"]).double(), tv.double(), rtol=1e-5, atol=0)
+    assert found["accept_len_sampled"] <= 1 + K - sum(found["tv"]) + 1e-9  # a prefix is rarer than a step
+
+
 def test_bf16_divergence_is_reported_only_where_rounding_explains_it(capsys):
     a = mtp.Decoding([], [1, 2, 3], [], [(4.0, 1.0), (4.0, 0.01), (4.0, 1.0)], 1.0)
     b = a._replace(answer=[1, 5, 3])
@@ -1920,9 +2060,10 @@ def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path
     (["--data", "x.txt"], "give --target DIR"),
     (["--target", "somewhere"], "give --data FILE"),
     (["--sp", "2"], "add --backend usp"),
-    (["--loss", "ce:0"], "'ce:0' is no sum with positive weights"),
+    (["--loss", "ce:0"], "'ce:0' is no sum like ce:1+kl:0.5, weights positive"),
     (["--loss", "ce:1+kll:1"], "of ce, ce_data, kl, topk_kl, topk_kl_full, tv, lk, neglog, e2e"),
     (["--step-weights", "0.5,0.5"], "expected 3 numbers"),
+    (["--step-weights", "0.5,1,-1"], "none negative"),
     (["--topk", "0"], "--topk 0 must be at least 1"),
     (["--resume", "nowhere"], "--resume nowhere is no complete training state"),
     (["--target", "/nowhere", "--data", "x.txt", "--out", "o"], "is no directory and no hub id"),
@@ -1976,3 +2117,6 @@ def test_eval_and_generate_commands(tiny, trained, capsys):
     assert "lossless: token for token" in said and "tokens/s: " in said
     assert mtp.main(["generate", "--draft", str(trained), "--prompt", "w3", "--chat", "--max-new-tokens", "20"]) == 0
     assert "lossless" in capsys.readouterr().out
+    assert mtp.main(["generate", "--draft", str(trained), "--prompt", "w3", "--temperature", "0.8",
+                     "--draft-sampling", "probabilistic", "--recycle", "pre"]) == 0
+    assert "sampled at temperature 0.8 with probabilistic drafts" in capsys.readouterr().out
