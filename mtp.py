@@ -614,28 +614,47 @@ class MTP(DecoderLayer):
 
 # ---- Loss and the TTT loop ---------------------------------------------------------------------------------
 
+# Terms of the loss, of N rows of a step, p the teacher's distribution, q the draft's. log_q (N, 2 + n): of
+# argmax p, of the data's token, of p's n largest; p_top (N, n): p of those; kl (N,): KL(p || q); a (N,): sum
+# min(p, q) = 1 - TV, the chance that a sampled draft token is accepted (Leviathan et al. 2023).
+LOSS_TERMS = {
+    "ce": lambda log_q, p_top, kl, a: -log_q[:, 0],
+    "ce_data": lambda log_q, p_top, kl, a: -log_q[:, 1],
+    "kl": lambda log_q, p_top, kl, a: kl,
+    "topk_kl": lambda log_q, p_top, kl, a: F.kl_div(
+        log_q[:, 2:].log_softmax(1), p_top / p_top.sum(1, True), reduction="none").sum(1),
+    "topk_kl_full": lambda log_q, p_top, kl, a: F.kl_div(log_q[:, 2:], p_top, reduction="none").sum(1),
+    "tv": lambda log_q, p_top, kl, a: 1 - a,
+    "lk": lambda log_q, p_top, kl, a: torch.lerp(1 - a, kl, (-3 * a.detach()).exp()),  # arXiv 2602.23881
+    "neglog": lambda log_q, p_top, kl, a: -a.clamp(min=torch.finfo(a.dtype).tiny).log(),  # the same
+    "e2e": lambda log_q, p_top, kl, a: 0 * a}  # 1 - sum_j prod_{i <= j} a_i / K of whole chains, 2606.12370
+
+def parse_loss(text):
+    """{term: weight} of a sum of LOSS_TERMS like "ce:1+kl:0.5"; a weight left out is 1."""
+    terms = {name: weight or "1" for name, _, weight in (x.strip().partition(":") for x in text.split("+"))}
+    good = all(t in LOSS_TERMS and x.replace(".", "", 1).isdecimal() and float(x) for t, x in terms.items())
+    require(good, f"loss {text!r} is no sum like ce:1+kl:0.5, weights positive, of {', '.join(LOSS_TERMS)}")
+    return {name: float(x) for name, x in terms.items()}
+
 def valid_rows(loss_mask, docs, ttt_length):
     """(K, B, T) bool: row t counts at step k if token t+2+k exists in row t's document and is not masked."""
     mask, T = torch.ones_like(docs.first) if loss_mask is None else loss_mask != 0, docs.run.shape[1]
     return torch.stack([docs.has_later(k + 2) & window(mask, k + 2, k + 2 + T) for k in range(ttt_length)])
 
 def valid_counts(loss_mask, doc_ids, ttt_length, *, batch, length):
-    """[K] int64: how many rows of a batch count at each step. Summed over micro-batches and data-parallel
-    ranks and passed as ttt_loss(counts=...), they keep any split of a batch from changing its gradient."""
-    given = loss_mask if doc_ids is None else doc_ids
-    docs = Documents(doc_ids, batch, length, "cpu" if given is None else given.device)
-    return valid_rows(loss_mask, docs, ttt_length).sum((1, 2))
+    """[K + 1] int64: rows of a batch that count at each step, and at every one. Summed over micro-batches and
+    data-parallel ranks and passed as ttt_loss(counts=...), they keep any split from changing the gradient."""
+    device = getattr(loss_mask if doc_ids is None else doc_ids, "device", "cpu")
+    valid = valid_rows(loss_mask, Documents(doc_ids, batch, length, device), ttt_length)
+    return torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
 
 LOGITS_HELD = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # elements of one [rows, V] buffer; there are three
 
 def teacher_chunks(valid, size):
     """[(b, start, stop)] of the teacher rows that are read, at most `size` at a time. Row t, step k reads
     teacher row t + 1 + k; a row that counts at step k is judged at all steps before k too."""
-    K, B, T = valid.shape
-    read, judged = valid.new_zeros(B, T + K), torch.zeros_like(valid[0])
-    for k in reversed(range(K)):
-        judged = judged | valid[k]
-        read[:, k + 1:k + 1 + T] |= judged
+    (K, B, T), judged = valid.shape, valid.flip(0).cumsum(0).flip(0) > 0
+    read = torch.stack([F.pad(x, (k + 1, K - 1 - k)) for k, x in enumerate(judged)]).any(0)  # (B, T + K)
     starts = range(1, T + K, size)
     busy = torch.stack([read[:, s:s + size].any(1) for s in starts]).tolist()
     return [(b, s, min(s + size, T + K)) for s, row in zip(starts, busy) for b in range(B) if row[b]]
@@ -648,53 +667,80 @@ def row_softmax(x, lm_head, scratch, p):
     total = p.sum(-1, keepdim=True)  # torch.softmax is off by 5e-6 at V = 150k on a CPU
     return logits, p.div_(total), best[:, 0], total[:, 0].log()
 
-class ChunkedLoss(torch.autograd.Function):
-    """sum_k coeff_k * sum over counted rows of (ce_weight * CE + kl_weight * KL), without holding [T, V].
+def logit_slopes(value, leaves, spots, p, q, scratch, chances, kl):
+    """(N, V): slopes in the logits of value (N,), of leaves log q at spots (N, 2 + n), KL, a (in q); and of a
+    (in scratch).  d log q[v] = onehot(v) - q,  d KL = q - p,  d a = q (s - <s, q>), s = [p > q]."""
+    d_log_q, d_kl, d_a = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=True)
+    if chances:
+        da = torch.gt(p, q, out=scratch).mul_(q)
+        da.addcmul_(q, da.sum(-1, keepdim=True), value=-1)
+    q.mul_((d_kl - d_log_q.sum(-1))[:, None]).sub_(p, alpha=kl)
+    if chances:  # and lk's share of d_kl
+        q.addcmul_(p, (d_kl - kl)[:, None], value=-1).addcmul_(da, d_a[:, None])
+    for at in (slice(0, 1), slice(1, 2), slice(2, None)):  # no column twice in one call: deterministic
+        q.scatter_add_(1, spots[:, at], d_log_q[:, at])
+    return q, scratch
 
-    lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk:
-        d loss / d logits = (ce + kl) q - ce onehot(argmax p) - kl p,     q, p = softmax of draft, of teacher,
-    and only d loss / d n [B, T, C] is kept. The logits of a teacher row are computed once for all K steps."""
+class ChunkedLoss(torch.autograd.Function):
+    """sum_k coeff_k * sum over counted rows of the weighted terms, without holding [T, V].
+
+    lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk, and only
+    that, [B, T, C], is kept. The logits of a teacher row are computed once for all K steps."""
     @staticmethod
-    def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
-        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
-        Returns loss; without gradient: sums [4, K] over counted rows (CE, KL, right, prefix hits), hits."""
-        T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
+    def forward(ctx, lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
+        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K + 1] float64, e2e's last;
+        w {term: weight}; tokens (B, T + K + 1); ns (B, T, C). Returns loss and, without gradient, sums over
+        counted rows [7, K] (CE, KL, right, prefix hits, with `measure` TV, sampled, greedy hits) and hits."""
+        (K, _, T), V, wide = valid.shape, len(lm_head), fp32(lm_head.dtype)
         size = min(max(1, LOGITS_HELD.get(lm_head.device.type, 2 ** 25) // V), hidden.shape[1])
         scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
-        ce, kl, hit = (p_rows.new_zeros(valid.shape, dtype=x) for x in (wide, wide, torch.int))
-        grads = [torch.zeros_like(n) for n in ns] if any(ctx.needs_input_grad) else []
+        total, ce, kl, a, sure = p_rows.new_zeros(5, *valid.shape)
+        hit, chances = valid.int() * 0, measure or w.keys() & {"tv", "lk", "neglog", "e2e"}
+        grads, chains = ([torch.zeros_like(n) for n in ns if x and any(ctx.needs_input_grad)]
+                         for x in (True, "e2e" in w))
         for b, start, stop in teacher_chunks(valid, size):
             logits, p_chunk, labels, lse = row_softmax(hidden[b, start:stop], lm_head, scratch, p_rows)
             plogp = logits.mul_(p_chunk).sum(-1) - lse  # in place; an einsum here errs by 4e-3 at V = 150k
+            p_top, top = p_chunk.topk(min(topk, V) if w.keys() & {"topk_kl", "topk_kl_full"} else 0)
+            spots = torch.cat([labels[:, None], tokens[b, start + 1:stop + 1, None], top], dim=1)
             for k, n in enumerate(ns):
-                i, j = max(0, start - 1 - k), min(T, stop - 1 - k)  # draft rows whose teachers these are
-                if i >= j:
-                    continue
+                i, j = max(0, start - 1 - k), max(0, start - 1 - k, min(T, stop - 1 - k))  # their draft rows
                 rows, at = (k, b, slice(i, j)), slice(i + 1 + k - start, j + 1 + k - start)
-                p, label = p_chunk[at], labels[at, None]
-                logits, q, best, lse = row_softmax(n[b, i:j], lm_head, scratch, q_rows)
-                ce[rows] = lse - logits.gather(1, label)[:, 0]
-                kl[rows] = plogp[at] - logits.mul_(p).sum(-1) + lse
-                hit[rows] = best == labels[at]
+                p, (logits, q, best, lse) = p_chunk[at], row_softmax(n[b, i:j], lm_head, scratch, q_rows)
+                log_q, hit[rows] = logits.gather(1, spots[at]) - lse[:, None], best == labels[at]
+                ce[rows], kl[rows] = -log_q[:, 0], plogp[at] - logits.mul_(p).sum(-1) + lse
+                if chances:
+                    a[rows] = torch.minimum(p, q, out=logits).sum(-1)
+                    sure[rows] = p.gather(1, best[:, None])[:, 0]
+                with torch.enable_grad():
+                    x = [x.clone().requires_grad_() for x in (log_q, kl[rows], a[rows])]
+                    value = sum(w[name] * LOSS_TERMS[name](x[0], p_top[at], *x[1:]) for name in w)
+                total[rows] = value.detach()
                 if grads:
-                    dlogits = q.mul_(ce_weight + kl_weight).sub_(p, alpha=kl_weight)
-                    dlogits.scatter_add_(1, label, torch.full_like(lse, -ce_weight)[:, None])
-                    dn = (dlogits.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
+                    d, da = logit_slopes(value, x, spots[at], p, q, logits, chances, w.get("kl", 0))
+                    dn = (d.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
                     grads[k][b, i:j] = dn.masked_fill_(~valid[rows][:, None], 0)
+                if chains:  # d a / d n; e2e's slope is one number per row times that, known after all steps
+                    chains[k][b, i:j] = (da.to(lm_head.dtype) @ lm_head).to(n.dtype)
+        with torch.enable_grad():
+            lost = 1 - a.requires_grad_().cumprod(0).sum(0).double() / K
+            e2e = w.get("e2e", 0) * coeff[K] * lost.where(valid.all(0), 0).sum()
+        for grad, chain, x in zip(grads, chains, torch.autograd.grad(e2e, a)[0]):
+            grad.addcmul_(chain, x[..., None].to(grad.dtype))
         ctx.save_for_backward(*grads)
-        sums = torch.stack([x.double().where(valid, 0).sum((1, 2)) for x in (ce, kl, hit, hit.cumprod(0))])
-        loss = ((ce_weight * sums[0] + kl_weight * sums[1]) * coeff).sum().to(fp32(ns[0].dtype))
-        hits = hit.bool() & valid
+        figures = ce, kl, hit, hit.cumprod(0), 1 - a, a.cumprod(0), sure.cumprod(0), total
+        *sums, total = (x.detach().double().where(valid, 0).sum((1, 2)) for x in figures)
+        loss, sums, hits = (total * coeff[:K]).sum() + e2e.detach(), torch.stack(sums), hit.bool() & valid
         ctx.mark_non_differentiable(sums, hits)
-        return loss, sums, hits
+        return loss.to(fp32(ns[0].dtype)), sums, hits
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        return *[None] * 6, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
+        return *[None] * 8, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
 
 class TTTOutput(NamedTuple):
     """ttt_loss's result. All but loss are [K] and of this call alone (global over `group`)."""
-    loss: torch.Tensor         # scalar: sum_k w_k (ce_weight CE_k + kl_weight KL_k); usp: this rank's share
+    loss: torch.Tensor         # scalar: sum_k w_k (weighted terms of step k); usp: this rank's share
     ce: torch.Tensor           # mean cross-entropy against the teacher's argmax, 0 where no row counts
     kl: torch.Tensor           # mean KL(teacher || draft)
     acc: torch.Tensor          # share of counted rows whose argmax is the teacher's
@@ -702,20 +748,34 @@ class TTTOutput(NamedTuple):
     prefix_hits: torch.Tensor  # counted rows right in steps 0..k; accept_len = 1 + sum_k prefix_hits / count
     expert_load: torch.Tensor  # [E] rows sent to each expert in all steps, without padding and foreign tokens
     hits: torch.Tensor         # (K, B, T) bool: the row counts and its argmax is the teacher's
+    tv: torch.Tensor | None = None       # with `measure`: mean 1 - a; and the mean chance that a target which
+    sampled: torch.Tensor | None = None  # samples accepts steps 0..k of a sampled draft, prod_{i <= k} a_i,
+    greedy: torch.Tensor | None = None   # of a greedy draft, prod_{i <= k} p_i[argmax q_i]
+
+def draft_tokens(n, lm_head):
+    """(B, T): the draft's own greedy tokens, of n (B, T, C); no more logits at a time than the loss holds."""
+    parts = n.detach().flatten(0, 1).split(max(1, LOGITS_HELD.get(n.device.type, 2 ** 25) // len(lm_head)))
+    return torch.cat([(x.to(lm_head.dtype) @ lm_head.mT).argmax(-1) for x in parts]).view(n.shape[:2])
 
 def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa",
              group=None, ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False,
-             counts=None):
+             counts=None, loss=None, topk=10, step_weights=None, rollout="data", measure=False):
     """Loss of K = ttt_length draft steps from every row, as served: TTTOutput. ValueError for bad input.
 
     input_ids (B, T); hidden_states (B, T, C): the target's after its final norm; loss_mask (B, T) of the
-    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts [K]: divides
-    the sums, default this call's own. recycle: what feeds the next step, "post" (n) or "pre" (r).
-    zero_first_embedding: that of position 0, as vLLM. backend "usp": every rank of `group` passes the whole
-    row; loss is its local sum over the global count, so that gradients SUMMED over ranks are right."""
-    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle)
+    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts, default
+    this call's valid_counts, divide the sums. recycle: what feeds a next step, "post" (n), "pre" (r), "both"
+    (a row draws one). zero_first_embedding: that of position 0, as vLLM. loss: for parse_loss, overrides both
+    weights; topk: its n. step_weights: K, override decay. rollout: from step 1 on, embed the "data" or, as
+    served, the "draft"'s own argmax. measure: give tv, sampled, greedy. backend "usp": every rank of `group`
+    passes the whole row; loss is its local sum over the global count, so that gradients SUMMED are right."""
+    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group)
+    require(recycle in ("post", "pre", "both"), f"recycle {recycle!r} is not 'post', 'pre' or 'both'")
+    require(rollout in ("data", "draft"), f"rollout {rollout!r} is neither 'data' nor 'draft'")
+    terms = parse_loss(loss) if loss else {"ce": ce_weight, "kl": kl_weight}
     (B, T), K = input_ids.shape, ttt_length
     P, rank = (dist.get_world_size(group), dist.get_rank(group)) if backend == "usp" else (1, 0)
+    post = torch.rand(B, T, 1).to(input_ids.device) < 0.5 if recycle == "both" else None
     if T % P:  # right-pad to equal shards
         doc_ids = F.pad(torch.zeros_like(input_ids) if doc_ids is None else doc_ids, (0, -T % P), value=-1)
         loss_mask = None if loss_mask is None else F.pad(loss_mask, (0, -T % P))
@@ -723,34 +783,35 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     lo, hi = rank * length, (rank + 1) * length
     docs = Documents(doc_ids, B, P * length, input_ids.device)
     valid = valid_rows(loss_mask, docs, K)
-    count = valid.sum((1, 2))
-    position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K) < 0
-    ids = window(input_ids, lo, hi + K).masked_fill(padding, 0)  # (B, length + K): a halo of K rows
-    hidden = window(hidden_states.detach(), lo, hi + K).masked_fill_(padding[..., None], 0)
+    count = torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
+    position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K + 1) < 0
+    ids = window(input_ids, lo, hi + K + 1).masked_fill(padding, 0)  # a halo of K + 1 rows, states of K
+    hidden = window(hidden_states.detach(), lo, hi + K).masked_fill_(padding[:, :-1, None], 0)
     g, past_k, past_v, ns, load = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], [], 0
     for k in range(K):
-        embeds = model.embed(ids[:, k + 1:k + 1 + length])
+        own = draft_tokens(ns[-1], model.lm_head_weight) if k and rollout == "draft" else None
+        embeds = model.embed(ids[:, k + 1:k + 1 + length] if own is None else own)
         if zero_first_embedding:
             embeds = embeds.masked_fill((position_ids + k == 0)[..., None], 0)
         n, r, past_k, past_v, chosen = model(
             embeds, g, position_ids + k, past_k, past_v, docs, BACKENDS[backend], group)
         ns.append(n)
-        g = n if recycle == "post" else r
+        g = n if recycle == "post" else r if recycle == "pre" else torch.where(window(post, lo, hi), n, r)
         load = load + expert_load(chosen, docs.has_later(k + 1)[:, lo:hi], model.config.n_routed_experts)
-    weight = decay ** torch.arange(K, dtype=torch.float64, device=ids.device)
-    divisor = count if counts is None else counts.to(count.device)
-    coeff, own = weight / weight.sum() / divisor.clamp(min=1), valid[:, :, lo:hi]
-    loss, sums, hits = ChunkedLoss.apply(model.lm_head_weight, hidden, own, coeff, ce_weight, kl_weight, *ns)
+    divisor = (count if counts is None else counts.to(count.device)).clamp(min=1)
+    weight = torch.tensor(step_weights or [decay ** k for k in range(K)], dtype=torch.float64)
+    require(len(weight) == K == len(divisor) - 1, f"expected {K} step_weights, {K + 1} counts (valid_counts)")
+    coeff = F.pad(weight / weight.sum(), (0, 1), value=1.0).to(count.device) / divisor
+    loss, sums, hits = ChunkedLoss.apply(
+        model.lm_head_weight, hidden, valid[:, :, lo:hi], coeff, terms, topk, ids, measure, *ns)
     if P > 1:
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(load, group=group)
-        shards = [torch.empty_like(hits, dtype=torch.uint8) for _ in range(P)]
-        dist.all_gather(shards, hits.to(torch.uint8), group=group)
-        hits = torch.cat(shards, dim=2).bool()
-    ce, kl, acc = sums[:3] / count.clamp(min=1)
-    return TTTOutput(loss, ce, kl, acc, count, sums[3].round().long(), load, hits[:, :, :T])
+        hits = F.pad(hits, (lo, P * length - hi)).to(torch.uint8)
+        for x in (sums, load, hits):
+            dist.all_reduce(x, group=group)
+    mean, prefix, hits = sums / count[:K].clamp(min=1), sums[3].round().long(), hits[:, :, :T].bool()
+    return TTTOutput(loss, *mean[:3], count[:K], prefix, load, hits, *mean[4:7 if measure else 4])
 
-def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle):
+def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group):
     require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
     require(input_ids.dim() == 2, f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
     shape = tuple(input_ids.shape)
@@ -761,7 +822,6 @@ def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length,
     require(backend in BACKENDS, f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     require(group is None or backend == "usp", f"backend {backend!r} takes no process group, only usp does")
     require(backend != "usp" or dist.is_initialized(), "backend usp needs torch.distributed: use torchrun")
-    require(recycle in ("post", "pre"), f"recycle {recycle!r} is neither 'post' nor 'pre'")
     require(ttt_length > 0, f"ttt_length {ttt_length} must be at least 1")
 
 def expert_load(chosen, counted, n_experts):
@@ -1377,12 +1437,14 @@ class TrainConfig(ModelOptions):
                           choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
     sp: int = option(None, "usp: ranks that share a row; default all")
     ttt_length: int = option(3, "K, draft steps trained from every row")
-    recycle: str = option("post", "fed to the next step: post (after the final norm) or pre; README, Serving",
-                          choices=["post", "pre"])
+    recycle: str = option("post", "fed to the next step: post (after the final norm), pre, or both (each row "
+                          "one at random); README, Serving", choices=["post", "pre", "both"])
     zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
-    ce_weight: float = option(1.0, "weight of the cross-entropy against the target's argmax")
-    kl_weight: float = option(1.0, "weight of KL(target || draft)")
+    loss: str = option("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
+    topk: int = option(10, "how many of the target's most likely tokens the topk terms see")
     decay: float = option(0.8, "step k weighs decay ** k")
+    step_weights: str = option(None, "instead: a weight for each step, e.g. 0.5,0.3,0.2")
+    rollout: str = option("data", "later steps embed the data, or drafted tokens", choices=["data", "draft"])
     steps: int = option(120, "optimizer steps")
     batch_size: int = option(8, "rows per optimizer step, over all ranks")
     micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
@@ -1405,6 +1467,7 @@ class TrainConfig(ModelOptions):
 @dataclass
 class EvalConfig(ModelOptions):
     draft: str = option(None, "draft directory")
+    recycle: str = option(None, "post or pre; default: the draft's, post for both", choices=["post", "pre"])
     data: list = option(None, "held-out files, .txt or .jsonl; default: the demo's")
     backend: str = option("sdpa", "attention", choices=["sdpa", "fa", "auto"], also="--attention-backend")
     ttt_length: int = option(None, "draft steps evaluated; default: the draft's")
@@ -1423,6 +1486,9 @@ class DataConfig(ModelOptions):
 @dataclass
 class GenerateConfig(ModelOptions):
     draft: str = option(None, "draft directory")
+    recycle: str = option(None, "post or pre; default: the draft's, post for both", choices=["post", "pre"])
+    temperature: float = option(0.0, "of sampling; 0: greedy decoding")
+    draft_sampling: str = option("greedy", "how drafts are drawn", choices=["greedy", "probabilistic"])
     prompt: str = option(None, "text to continue")
     chat: bool = option(False, "put the prompt through the tokenizer's chat template")
     max_new_tokens: int = option(128, "length limit of the answer")
@@ -1431,7 +1497,7 @@ class GenerateConfig(ModelOptions):
 def check_train_config(cfg):
     """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
     for name in ("ttt_length", "steps", "batch_size", "micro_batch_size", "eval_rows", "save_every", "keep",
-                 "log_every"):
+                 "log_every", "topk"):
         value = getattr(cfg, name)
         require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
     require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts at every "
@@ -1440,8 +1506,10 @@ def check_train_config(cfg):
             "give --target DIR")
     require(cfg.data or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
     require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
-    require(min(cfg.ce_weight, cfg.kl_weight) >= 0 and cfg.ce_weight + cfg.kl_weight > 0, f"--ce-weight "
-            f"{cfg.ce_weight} --kl-weight {cfg.kl_weight}: neither may be negative, one must be positive")
+    parse_loss(cfg.loss)
+    weights, K = cfg.step_weights and [float(x) for x in cfg.step_weights.split(",")], cfg.ttt_length
+    require(not weights or len(weights) == K and min(weights) >= 0 < sum(weights), f"--step-weights "
+            f"{cfg.step_weights}: expected {K} numbers, none negative, not all 0")
     require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
     restarted, held = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), saved_states(cfg.out)
     resume = cfg.resume or ("auto" if restarted else "never")
@@ -1449,7 +1517,7 @@ def check_train_config(cfg):
             "complete training state: give auto, never or OUT/checkpoints/step-N")
     require(not held or resume != "never" or cfg.out == TrainConfig.out, f"--out {cfg.out} holds training "
             "states: add --resume auto to continue that run, or give another --out")
-    return replace(cfg, resume=resume)
+    return replace(cfg, resume=resume, step_weights=weights)
 
 def choose_backend(name, device, dtype):
     """`name`, or what "auto" stands for here (announced). A backend that cannot run is a ValueError."""
@@ -1476,7 +1544,8 @@ class Run:
     """What training and evaluation share: draft, target, ranks, and how batches and the loss are taken."""
     def __init__(self, model, target, cfg, ranks, backend):
         self.model, self.target, self.cfg, self.ranks = model, target, cfg, ranks
-        names = ("ttt_length", "ce_weight", "kl_weight", "decay", "recycle", "zero_first_embedding")
+        names = ("ttt_length", "loss", "topk", "decay", "step_weights", "recycle", "zero_first_embedding",
+                 "rollout")
         self.loss = partial(ttt_loss, model, backend=backend, group=ranks.group,
                             **{name: getattr(cfg, name) for name in names})
 
@@ -1491,37 +1560,41 @@ class Run:
             yield make_batch(part, length, self.target, ranks.device)
 
     def tally(self, out=None):
-        """[5, K] float64 sums: CE, KL, right, counted, prefix hits; zeros without `out`."""
+        """[8, K] float64 sums: CE, KL, right, counted, prefix hits and, where measured, TV and the chances of
+        prefixes, sampled and greedy; zeros without `out`."""
         if out is None:
-            return torch.zeros(5, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
-        n = out.count.double()
-        return torch.stack([out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double()])
+            return torch.zeros(8, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
+        n, chances = out.count.double(), [x for x in (out.tv, out.sampled, out.greedy) if x is not None]
+        sums = [out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double(), *(x * n for x in chances)]
+        return F.pad(torch.stack(sums), (0, 0, 0, 8 - len(sums)))
 
     def gradients(self, rows):
         """Forward and backward of an optimizer step, gradients summed over all ranks, never averaged. Returns
-        tally [5, K] and expert load [E], over all ranks, and names of samples whose states are not finite."""
+        loss, tally [8, K], expert load [E], over all ranks, and names of samples with states not finite."""
         batches, tally, sp = list(self.batches(rows)), self.tally(), self.ranks.sp
-        counts, load = tally[0].long(), tally.new_zeros(self.model.config.n_routed_experts).long()
+        K, E, loss = self.cfg.ttt_length, self.model.config.n_routed_experts, tally.new_zeros(())
+        counts, load = tally.new_zeros(K + 1).long(), tally.new_zeros(E).long()
         for (ids, _, mask, docs), _ in batches:
-            counts += valid_counts(mask, docs, len(counts), batch=ids.shape[0], length=ids.shape[1])
+            counts += valid_counts(mask, docs, K, batch=ids.shape[0], length=ids.shape[1])
         counts = all_sum(counts) // sp  # the ranks of a group count the same rows
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p)  # a rank without rows takes part, too
         for batch, _ in batches:
             out = self.loss(*batch, counts=counts)
             out.loss.backward()
-            tally, load = tally + self.tally(out), load + out.expert_load
+            loss, tally, load = loss + out.loss.detach(), tally + self.tally(out), load + out.expert_load
         for p in self.model.parameters():
             all_sum(p.grad)
-        return all_sum(tally) / sp, all_sum(load) // sp, [name for _, bad in batches for name in bad]
+        return all_sum(loss), all_sum(tally) / sp, all_sum(load) // sp, sum((bad for _, bad in batches), [])
 
     @torch.no_grad()
     def evaluate(self, rows):
-        """Acceptance over `rows`; sums over all of them first, one division at the end. A dict: ce, kl, acc,
-        walk (lists [K]), accept_len (of all counted rows), accept_len_walk (of serving's rounds), rows."""
+        """Acceptance over `rows`; sums over all of them first, one division at the end. A dict: means', walk
+        (list [K]), accept_len_walk (of serving's rounds), rows. Recycle both is evaluated as post."""
         tally, rounds = self.tally(), self.tally().new_zeros(self.cfg.ttt_length + 1)
+        options = dict(rollout="data", recycle="pre" if self.cfg.recycle == "pre" else "post", measure=True)
         for (ids, hidden, mask, docs), _ in self.batches(rows):
-            out = self.loss(ids, hidden, mask, docs)
+            out = self.loss(ids, hidden, mask, docs, **options)
             tally += self.tally(out)
             rounds += walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(rounds.device)
         (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
@@ -1542,8 +1615,11 @@ class Run:
                 file.write(json.dumps(line) + "\n")
 
 def means(tally):
-    ce, kl, acc, _, prefix = tally / tally[3].clamp(min=1)
-    return {"ce": ce.tolist(), "kl": kl.tolist(), "acc": acc.tolist(), "accept_len": 1 + prefix.sum().item()}
+    """ce, kl, acc, tv (lists [K]); accept_len, of all counted rows, and what is expected of it if the target
+    samples, at temperature 1, for sampled and for greedy drafts. tally [8, K]; [5, K] without chances."""
+    names = "ce", "kl", "acc", "count", "accept_len", "tv", "accept_len_sampled", "accept_len_greedy"
+    found = dict(zip(names, (tally / tally[3].clamp(min=1)).tolist()))
+    return {name: 1 + sum(x) if "len" in name else x for name, x in found.items() if name != "count"}
 
 def walk(hits, loss_mask, docs):
     """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text in turn.
@@ -1565,10 +1641,12 @@ def walk(hits, loss_mask, docs):
 def acceptance_table(results):
     """Text of a table of {label: Run.evaluate's result}."""
     steps = range(len(next(iter(results.values()))["acc"]))
-    lines = [" " * 8 + "".join(f"   acc_{k}" for k in steps) + "  accept_len  accept_len_walk"]
+    lines = [" " * 8 + "".join(f"   acc_{k}" for k in steps) + "  accept_len  accept_len_walk"
+             "  sampled  greedy"]
     for label, row in results.items():
         lines.append(f"{label:8}" + "".join(f"{a:8.3f}" for a in row["acc"])
-                     + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}")
+                     + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}"
+                     f"{row['accept_len_sampled']:9.3f}{row['accept_len_greedy']:8.3f}")
     return "\n".join(lines)
 
 def open_target(cfg, ranks):
@@ -1677,14 +1755,14 @@ def train_loop(run, optimizer, progress, rows, held):
         signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
     bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", unit="step",
                disable=run.ranks.rank > 0)
-    clock, tokens, tally = time.perf_counter(), 0, run.tally()
+    clock, tokens, tally, losses = time.perf_counter(), 0, run.tally(), []
     while progress["step"] < cfg.steps:
         step = int(progress["step"])
         batch = [rows[shuffled(len(rows), cfg.seed, i // len(rows))[i % len(rows)]]
                  for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
-        step_tally, load, bad = run.gradients(batch)
+        loss, step_tally, load, bad = run.gradients(batch)
         norm = torch.stack([p.grad.to(fp32(p.dtype)).norm() for p in model.parameters()]).norm().item()
-        broken, stop = any_rank(run.ranks, not math.isfinite(norm + step_tally.sum()), signals)
+        broken, stop = any_rank(run.ranks, not math.isfinite(norm + loss + step_tally.sum()), signals)
         lr = learning_rate(step, cfg)
         if broken:
             skip_step(run, progress, bad or [sample.name for row in batch for sample in row])
@@ -1692,16 +1770,16 @@ def train_loop(run, optimizer, progress, rows, held):
             optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
             if cfg.balance_rate:  # else not even re-centred
                 balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
-            progress["skipped_in_a_row"], tally = 0, tally + step_tally
+            progress["skipped_in_a_row"], tally, losses = 0, tally + step_tally, losses + [loss]
         progress["step"], tokens = step + 1, tokens + sum(len(s.input_ids) for row in batch for s in row)
         last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
         if due(cfg.log_every) or last:
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            line = dict(grad_norm=norm, lr=lr, tokens_per_second=tokens / seconds,
-                        top_expert_share=(load.max() / load.sum().clamp(min=1)).item(),
-                        skipped=int(progress["skipped"]))
+            line = dict(loss=float(sum(losses)) / max(1, len(losses)), grad_norm=norm, lr=lr,
+                        tokens_per_second=tokens / seconds, skipped=int(progress["skipped"]),
+                        top_expert_share=(load.max() / load.sum().clamp(min=1)).item())
             bar.set_postfix(log_step(run, step + 1, tally, line), refresh=False)
-            tokens, tally = 0, run.tally()
+            tokens, tally, losses = 0, run.tally(), []
         bar.update()
         if due(cfg.eval_every):
             keep_best(run, progress, held)
@@ -1738,12 +1816,9 @@ def keep_best(run, progress, held):
 
 def log_step(run, step, tally, line):
     """A line of metrics.jsonl, means over the steps since the last; returns the progress bar's figures."""
-    cfg, found = run.cfg, means(tally)
-    weight = [cfg.decay ** k for k in range(cfg.ttt_length)]
-    loss = sum(w * (cfg.ce_weight * ce + cfg.kl_weight * kl) for w, ce, kl in
-               zip(weight, found["ce"], found["kl"])) / sum(weight)
-    run.append({"step": step, "loss": loss, **found, **line})
-    return {"loss": f"{loss:.3f}", "accept_len": f"{found['accept_len']:.2f}",
+    found = means(tally[:5])
+    run.append({"step": step, **found, **line})
+    return {"loss": f"{line['loss']:.3f}", "accept_len": f"{found['accept_len']:.2f}",
             "tok/s": f"{line['tokens_per_second']:.0f}"}
 
 # ---- Speculative decoding ----------------------------------------------------------------------------------
@@ -1751,9 +1826,9 @@ def log_step(run, step, tally, line):
 class Drafter:
     """Drafting as engines do it: a cache of draft keys for the verified prefix, rewritten from the target's
     true hidden states after every verification, and one appended key per drafted token."""
-    def __init__(self, model, recycle="post", zero_first_embedding=False):
+    def __init__(self, model, recycle="post", zero_first_embedding=False, temperature=0.0):
         self.model, self.recycle, self.zero_first = model, recycle, zero_first_embedding
-        self.past_k, self.past_v = [], []
+        self.past_k, self.past_v, self.temperature = [], [], temperature
 
     def rows(self, tokens, hidden, start):
         """Run rows start..; tokens: those one position on; hidden (1, n, C). Returns the last row's n and
@@ -1764,17 +1839,34 @@ class Drafter:
             embeds = embeds.masked_fill((positions == 0)[..., None], 0)
         n, r, self.past_k, self.past_v, _ = self.model(
             embeds, hidden.to(embeds.dtype), positions, self.past_k, self.past_v, None, attend_decode)
-        return n[:, -1:], (n if self.recycle == "post" else r)[:, -1:]
+        return n[:, -1:], (r if self.recycle == "pre" else n)[:, -1:]
 
     def draft(self, tokens, hidden, start, K):
-        """K greedy tokens after `tokens`, the verified ones from position start + 1; hidden: from `start`."""
+        """K tokens, drawn from q, after `tokens`, verified, from position start + 1; hidden: from `start`."""
         self.past_k, self.past_v = ([x[:, :start] for x in past] for past in (self.past_k, self.past_v))
-        drafted, (n, g) = [], self.rows(tokens, hidden, start)
+        drafted, self.q, (n, g) = [], [], self.rows(tokens, hidden, start)
         while True:
-            drafted.append(self.model.logits(n).argmax(-1).item())
+            self.q.append(distribution(self.model.logits(n)[0], self.temperature))
+            drafted.append(self.q[-1].multinomial(1).item())
             if len(drafted) == K:
                 return drafted
             n, g = self.rows(drafted[-1:], g, start + len(tokens) + len(drafted) - 1)
+
+def distribution(logits, temperature):
+    """Of logits (N, V): what tokens are drawn from; temperature 0 is greedy, onehot(argmax)."""
+    if temperature:
+        return (logits.float() / temperature).softmax(-1)
+    return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+
+def verify(p, q, drafted):
+    """How many drafted tokens stand, and the token after them, all as if drawn from p (K + 1, V). Token x, of
+    q (K, V), stands with chance min(1, p[x] / q[x]); the first that falls is replaced by one of the positive
+    part of p - q (Leviathan et al. 2023). One-hot p and q: greedy decoding."""
+    at = torch.tensor(drafted, dtype=torch.long, device=p.device)[:, None]
+    stands = torch.rand(at.shape, device=p.device) * q.gather(1, at) < p[:-1].gather(1, at)
+    n = int(stands.cumprod(0).sum())
+    rest = (p[n] - q[n]).clamp(min=0) if n < len(drafted) else p[n]
+    return n, (rest if rest.any() else p[n]).multinomial(1).item()
 
 class Decoding(NamedTuple):
     ids: list       # prompt and all verified tokens, to the end of the last round
@@ -1784,8 +1876,8 @@ class Decoding(NamedTuple):
     seconds: float
 
 @torch.no_grad()
-def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=()):
-    """Greedy decoding of `prompt` (token ids), K drafted tokens verified per round; K = 0: plain."""
+def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=(), temperature=0.0):
+    """Greedy decoding or sampling after `prompt` (ids), K drafted tokens verified per round; K = 0: plain."""
     from transformers import DynamicCache
     device, began = target.model.device, time.perf_counter()
     past, tokens, drafted, start = DynamicCache(config=target.model.config), list(prompt), [], 0
@@ -1797,13 +1889,12 @@ def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=()):
             torch.tensor([new], device=device), position_ids=positions, use_cache=True,
             **{target.cache_name: past}).last_hidden_state.to(target.device)
         logits = F.linear(hidden[0, -len(drafted) - 1:].to(target.lm_head.dtype), target.lm_head)
-        best, n = logits.argmax(-1).tolist(), 0
-        while n < len(drafted) and drafted[n] == best[n]:
-            n += 1
+        p = distribution(logits, temperature)
+        n, token = verify(p, torch.cat(drafter.q) if drafted else p, drafted)
         rounds += [n] if drafted else []
         margins += [(a, a - b) for a, b in logits[:n + 1].float().topk(2).values.tolist()]
         past.crop(n - len(drafted))  # negative: forgets the refused ones
-        tokens += best[:n + 1]
+        tokens += drafted[:n] + [token]
         answer = tokens[len(prompt):]
         ends = [i for i, token in enumerate(answer) if token in eos]
         if ends or len(answer) >= max_new_tokens:
@@ -1824,7 +1915,7 @@ def open_draft(cfg):
     require(target.sha256 == expected, f"{cfg.draft} was trained for another target: config.json "
             f"of {target.path} has sha256 {target.sha256[:12]}.., expected {expected[:12]}..")
     model.to(target.device).set_target(target.embed, target.lm_head)
-    return model, target, meta
+    return model, target, {**meta, "recycle": cfg.recycle or meta["recycle"]}
 
 def evaluate_command(cfg):
     """Print the acceptance table of a draft on held-out text."""
@@ -1841,8 +1932,8 @@ def evaluate_command(cfg):
     say(f"walk: accepted per position {per_position}; {result['rows']:,} rows counted")
 
 def generate_command(cfg):
-    """Continue a prompt by speculative and by plain greedy decoding; compare tokens and time."""
-    require(cfg.prompt, "--prompt TEXT is missing")
+    """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy) and time."""
+    require(cfg.prompt and cfg.temperature >= 0, "--prompt TEXT is missing, or --temperature is below 0")
     model, target, meta = open_draft(cfg)
     K, tokenizer, length = cfg.ttt_length or meta["ttt_length"], target.tokenizer, cfg.max_new_tokens
     ids = tokenizer(cfg.prompt)["input_ids"] if not cfg.chat else tokenizer.apply_chat_template(
@@ -1852,14 +1943,18 @@ def generate_command(cfg):
             f"target takes 1 to {room}")
     eos = getattr(target.model.generation_config, "eos_token_id", None)
     eos = eos if isinstance(eos, list) else [eos]
-    plain = decode(target, ids, length, eos=eos)
-    fast = decode(target, ids, length, Drafter(model, meta["recycle"], meta["zero_first_embedding"]), K, eos)
+    drafter = Drafter(model, meta["recycle"], meta["zero_first_embedding"],
+                      cfg.temperature if cfg.draft_sampling == "probabilistic" else 0.0)
+    plain = decode(target, ids, length, eos=eos, temperature=cfg.temperature)
+    fast = decode(target, ids, length, drafter, K, eos, cfg.temperature)
     rounds = max(1, len(fast.rounds))
     per_position = " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K))
     speeds = [len(x.answer) / x.seconds for x in (fast, plain)]
     print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
           f"over {len(fast.rounds)} rounds; accepted per position {per_position}\n"
           f"tokens/s: {speeds[0]:.1f} with drafting, {speeds[1]:.1f} without")
+    if cfg.temperature:
+        return print(f"sampled at temperature {cfg.temperature} with {cfg.draft_sampling} drafts")
     check_lossless(plain, fast, target.lm_head.dtype)
 
 def check_lossless(plain, fast, dtype):
