@@ -681,6 +681,14 @@ def logit_slopes(value, leaves, spots, p, q, scratch, chances, kl):
         q.scatter_add_(1, spots[:, at], d_log_q[:, at])
     return q, scratch
 
+def fused_rows(x, teacher, lm_head, scratch, ce_weight, kl_weight):
+    """Of draft rows x (N, C), judged by the teacher's logits (N, V): weighted CE + KL, CE, KL, is the argmax
+    the teacher's, and slopes in the draft's logits (in scratch). The kernel turns logits into slopes."""
+    draft = torch.mm(x.to(lm_head.dtype), lm_head.mT, out=scratch[:len(x)])
+    one = draft.new_ones(len(x), dtype=fp32(draft.dtype))
+    ce, kl, label, best = torch.ops.mtp_kernels.loss_rows(teacher, draft, one, ce_weight, kl_weight)
+    return ce_weight * ce + kl_weight * kl, ce, kl, label == best, draft
+
 class ChunkedLoss(torch.autograd.Function):
     """sum_k coeff_k * sum over counted rows of the weighted terms, without holding [T, V].
 
@@ -693,31 +701,42 @@ class ChunkedLoss(torch.autograd.Function):
         counted rows [7, K] (CE, KL, right, prefix hits, with `measure` TV, sampled, greedy hits) and hits."""
         (K, _, T), V, wide = valid.shape, len(lm_head), fp32(lm_head.dtype)
         size = min(max(1, LOGITS_HELD.get(lm_head.device.type, 2 ** 25) // V), hidden.shape[1])
-        scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
-        total, ce, kl, a, sure = p_rows.new_zeros(5, *valid.shape)
+        fused = kernels_take(lm_head) and w.keys() <= {"ce", "kl"} and not measure
+        kinds = [lm_head.dtype, lm_head.dtype if fused else wide] + [wide] * (not fused)
+        scratch, p_rows, *q_rows = (lm_head.new_empty(size, V, dtype=x) for x in kinds)
+        total, ce, kl, a, sure = p_rows.new_zeros(5, *valid.shape, dtype=wide)
         hit, chances = valid.int() * 0, measure or w.keys() & {"tv", "lk", "neglog", "e2e"}
         grads, chains = ([torch.zeros_like(n) for n in ns if x and any(ctx.needs_input_grad)]
                          for x in (True, "e2e" in w))
         for b, start, stop in teacher_chunks(valid, size):
-            logits, p_chunk, labels, lse = row_softmax(hidden[b, start:stop], lm_head, scratch, p_rows)
-            plogp = logits.mul_(p_chunk).sum(-1) - lse  # in place; an einsum here errs by 4e-3 at V = 150k
-            p_top, top = p_chunk.topk(min(topk, V) if w.keys() & {"topk_kl", "topk_kl_full"} else 0)
-            spots = torch.cat([labels[:, None], tokens[b, start + 1:stop + 1, None], top], dim=1)
+            states = hidden[b, start:stop].to(lm_head.dtype)
+            if fused:
+                teacher = torch.mm(states, lm_head.mT, out=p_rows[:len(states)])
+            else:
+                logits, p_chunk, labels, lse = row_softmax(states, lm_head, scratch, p_rows)
+                plogp = logits.mul_(p_chunk).sum(-1) - lse  # in place; einsum errs by 4e-3 at V = 150k
+                p_top, top = p_chunk.topk(min(topk, V) if w.keys() & {"topk_kl", "topk_kl_full"} else 0)
+                spots = torch.cat([labels[:, None], tokens[b, start + 1:stop + 1, None], top], dim=1)
             for k, n in enumerate(ns):
                 i, j = max(0, start - 1 - k), max(0, start - 1 - k, min(T, stop - 1 - k))  # their draft rows
                 rows, at = (k, b, slice(i, j)), slice(i + 1 + k - start, j + 1 + k - start)
-                p, (logits, q, best, lse) = p_chunk[at], row_softmax(n[b, i:j], lm_head, scratch, q_rows)
-                log_q, hit[rows] = logits.gather(1, spots[at]) - lse[:, None], best == labels[at]
-                ce[rows], kl[rows] = -log_q[:, 0], plogp[at] - logits.mul_(p).sum(-1) + lse
-                if chances:
-                    a[rows] = torch.minimum(p, q, out=logits).sum(-1)
-                    sure[rows] = p.gather(1, best[:, None])[:, 0]
-                with torch.enable_grad():
-                    x = [x.clone().requires_grad_() for x in (log_q, kl[rows], a[rows])]
-                    value = sum(w[name] * LOSS_TERMS[name](x[0], p_top[at], *x[1:]) for name in w)
-                total[rows] = value.detach()
+                if fused:
+                    total[rows], ce[rows], kl[rows], hit[rows], d = fused_rows(
+                        n[b, i:j], teacher[at], lm_head, scratch, w.get("ce", 0.0), w.get("kl", 0.0))
+                else:
+                    p, (logits, q, best, lse) = p_chunk[at], row_softmax(n[b, i:j], lm_head, scratch, *q_rows)
+                    log_q, hit[rows] = logits.gather(1, spots[at]) - lse[:, None], best == labels[at]
+                    ce[rows], kl[rows] = -log_q[:, 0], plogp[at] - logits.mul_(p).sum(-1) + lse
+                    if chances:
+                        a[rows] = torch.minimum(p, q, out=logits).sum(-1)
+                        sure[rows] = p.gather(1, best[:, None])[:, 0]
+                    with torch.enable_grad():
+                        x = [x.clone().requires_grad_() for x in (log_q, kl[rows], a[rows])]
+                        value = sum(w[name] * LOSS_TERMS[name](x[0], p_top[at], *x[1:]) for name in w)
+                    total[rows] = value.detach()
+                    if grads:
+                        d, da = logit_slopes(value, x, spots[at], p, q, logits, chances, w.get("kl", 0))
                 if grads:
-                    d, da = logit_slopes(value, x, spots[at], p, q, logits, chances, w.get("kl", 0))
                     dn = (d.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
                     grads[k][b, i:j] = dn.masked_fill_(~valid[rows][:, None], 0)
                 if chains:  # d a / d n; e2e's slope is one number per row times that, known after all steps

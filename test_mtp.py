@@ -1112,6 +1112,9 @@ def test_two_runs_are_bitwise_equal():
 
 # ---- The chunked loss --------------------------------------------------------------------------------------
 
+needs_built = pytest.mark.skipif(not mtp.KERNELS, reason="build them: python setup.py build_ext --inplace")
+
+
 def naive_loss(lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
     """The loss with whole logits and autograd, and its sums: CE, KL, right, prefix hits of each step."""
     wide, total, chances, sums, prefix, (K, _, T) = mtp.fp32(lm_head.dtype), 0.0, [], [], True, valid.shape
@@ -1222,9 +1225,11 @@ def test_an_unknown_term_is_an_error_that_lists_the_known_ones(text):
         mtp.parse_loss(text)
 
 
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_built)])
 @pytest.mark.parametrize("rows", [1, 5, 8, 1000])
-def test_chunked_loss_equals_autograd_over_whole_logits(rows, monkeypatch):
+def test_chunked_loss_equals_autograd_over_whole_logits(rows, kernels, monkeypatch):
     monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
+    monkeypatch.setattr(mtp, "KERNELS", kernels)
     case = loss_case()
     (loss, sums, _), (expected, expected_sums) = mtp.ChunkedLoss.apply(*case), naive_loss(*case)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
@@ -1237,25 +1242,27 @@ def test_chunked_loss_equals_autograd_over_whole_logits(rows, monkeypatch):
         assert torch.equal(mtp.ChunkedLoss.apply(*case)[1], sums)
 
 
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_built)])
 @pytest.mark.parametrize("rows", [4, 1000])
-def test_teacher_logits_are_computed_once_and_only_where_read(rows, monkeypatch):
+def test_teacher_logits_are_computed_once_and_only_where_read(rows, kernels, monkeypatch):
     monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
-    case, seen, real = loss_case(), [], mtp.row_softmax
+    monkeypatch.setattr(mtp, "KERNELS", kernels)
+    case, seen, real = loss_case(), [], torch.mm
     hidden, valid = case[1], case[2]
 
-    def spy(x, *args):
+    def spy(x, *args, **kwargs):
         if x.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr():
             seen.extend(range(x.storage_offset() // 12, x.storage_offset() // 12 + len(x)))
-        return real(x, *args)
+        return real(x, *args, **kwargs)
 
-    monkeypatch.setattr(mtp, "row_softmax", spy)
+    monkeypatch.setattr(torch, "mm", spy)
     mtp.ChunkedLoss.apply(*case)
     needed = {b * 26 + t + 1 + j for k, b, t in valid.nonzero().tolist() for j in range(k + 1)}
     assert len(seen) == len(set(seen)) and needed <= set(seen)
     assert rows > 4 or len(seen) < 2 * 25 - 4  # chunks that nothing reads are left out
 
 
-@pytest.mark.parametrize("terms", TERMS[:2] + TERMS[4:], ids="+".join)
+@pytest.mark.parametrize("terms", TERMS[:2] + TERMS[4:] + [{"ce": 0.7, "kl": 1.3}], ids="+".join)
 def test_chunked_loss_in_bf16_errs_at_most_twice_as_much_as_autograd(terms):
     case = loss_case(torch.bfloat16, V=200, C=32, terms=terms)
     exact = in_float64(case)
@@ -2168,9 +2175,6 @@ def test_eval_and_generate_commands(tiny, trained, capsys):
 
 # ---- Kernels on and off ------------------------------------------------------------------------------------
 
-needs_built = pytest.mark.skipif(not mtp.KERNELS, reason="build them: python setup.py build_ext --inplace")
-
-
 def test_kernels_that_are_asked_for_and_missing_are_an_error(monkeypatch, capsys):
     monkeypatch.setattr(mtp, "NO_KERNELS", "No module named 'mtp_kernels'; build them with: python setup.py")
     monkeypatch.setattr(mtp, "KERNELS", False)
@@ -2183,18 +2187,22 @@ def test_kernels_that_are_asked_for_and_missing_are_an_error(monkeypatch, capsys
 
 
 @needs_built
-@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("backend, loss, rows", [
+    ("sdpa", None, 1000), ("fa", "ce:0.3+kl:1.4", 5), ("fa", "kl", 1)])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_kernels_change_rounding_only(backend, dtype, tolerance, monkeypatch):
+def test_kernels_change_rounding_only(backend, loss, rows, dtype, tolerance, monkeypatch):
     """Loss, every figure and gradient with kernels and without; with kernels twice: the same bits."""
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 40)
     model = toy_draft(dtype, hidden_size=32, moe_intermediate_size=16)
     batch = toy_batch(model, T=19)
     results = []
     for kernels in (True, True, False):
         monkeypatch.setattr(mtp, "KERNELS", kernels)
-        results.append(run(model, *batch, backend=backend, ttt_length=4))
+        results.append(run(model, *batch, backend=backend, ttt_length=4, loss=loss))
     assert_same(results[0], results[1], rtol=0, atol=0)
     assert torch.equal(results[0][0].hits, results[2][0].hits)
+    for name in ("ce", "kl", "acc", "count", "prefix_hits", "expert_load"):
+        assert_near(*(getattr(results[i][0], name).double() for i in (0, 2)), tolerance, name)
     for name, grad in results[0][1].items():
         assert_near(grad, results[2][1][name], tolerance, name)
     torch.testing.assert_close(results[0][0].loss, results[2][0].loss, rtol=tolerance, atol=tolerance)
@@ -2203,17 +2211,23 @@ def test_kernels_change_rounding_only(backend, dtype, tolerance, monkeypatch):
 @needs_built
 def test_kernels_are_used_where_they_fit(monkeypatch):
     called = []
-    for name in ("merge", "merge_backward", "experts_forward"):
+    for name in ("merge", "merge_backward", "experts_forward", "loss_rows"):
         real = getattr(torch.ops.mtp_kernels, name)
         monkeypatch.setattr(torch.ops.mtp_kernels, name, lambda *args, name=name, real=real: (
             called.append(name), real(*args))[1])
     fits = toy_draft(torch.float32, hidden_size=32, moe_intermediate_size=16)
     run(fits, *toy_batch(fits), backend="fa")
-    assert sorted(set(called)) == ["experts_forward", "merge", "merge_backward"]
+    assert sorted(set(called)) == ["experts_forward", "loss_rows", "merge", "merge_backward"]
     called.clear()
     odd = toy_draft(torch.float32, head_dim=12, moe_intermediate_size=10)  # 12 and 10 are no multiples of 8
     run(odd, *toy_batch(odd), backend="fa")
+    assert set(called) == {"loss_rows"}
+    called.clear()
+    for options in (dict(loss="ce+tv"), dict(measure=True)):  # need more than the kernel gives
+        run(odd, *toy_batch(odd), backend="fa", **options)
     assert not called
+    run(odd, *toy_batch(odd), backend="fa", loss="kl")
+    assert set(called) == {"loss_rows"}
 
 
 # ---- The README 
