@@ -102,16 +102,14 @@ class MTPConfig:
 
     @classmethod
     def from_hf(cls, config, names=None):
-        """Read a target's config.json, a dict. `names`: its tensors' names, which tell whether a hy_v3 layer
-        has QK-norm if the config does not. ValueError for a family, RoPE or expert that does not fit."""
+        """Read a target's config.json, a dict; tensors' names tell a hy_v3 layer's QK-norm if it does not."""
         family, hy_v3 = config.get("model_type"), config.get("model_type") == "hy_v3"
         require(hy_v3 or family == "glm4_moe", f"model_type {family!r} is neither glm4_moe nor hy_v3; MLA, "
                 "softmax routers and dense MTP layers do not fit this draft")
         config = {HY_V3_KEYS.get(key, key) if hy_v3 else key: value for key, value in config.items()
                   if value is not None}
         act, bias = config.get("hidden_act", "silu"), config.get("mlp_bias", False)
-        require(act == "silu" and not bias, "experts must be silu(gate) * up without bias, the config has "
-                f"hidden_act {act!r}, mlp_bias {bias!r}")
+        require(act == "silu" and not bias, f"experts must be silu without bias, not {act!r}, bias {bias!r}")
         default = dict(use_qk_norm=False, partial_rotary_factor=0.5)
         if hy_v3:  # transformers writes neither key and does both, vLLM would read a missing qk_norm as False
             q_norm = names is None or any(name.endswith("self_attn.q_norm.weight") for name in names)
@@ -149,20 +147,18 @@ def window(x, start, stop):
     return torch.cat([part, part.new_zeros(len(x), stop - start - part.shape[1], *x.shape[2:])], dim=1)
 
 def rope(x, position_ids, config):
-    """Turn the first partial_rotary_factor * D dims of x (B, T, H, D), half-split, by position_ids (B, T).
-    Angles are fp32, cos and sin are then cast to x's dtype, as transformers and vLLM do."""
+    """Turn the first partial_rotary_factor * D dims of x (B, T, H, D), half-split, by position_ids (B, T)."""
     D, dtype = x.shape[-1], fp32(x.dtype)
     half = int(D * config.partial_rotary_factor) // 2
     frequency = 1.0 / config.rope_theta ** (torch.arange(half, dtype=dtype, device=x.device) / half)
     angle = position_ids.to(dtype)[..., None, None] * frequency  # (B, T, 1, half)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)  # of fp32 angles, as transformers and vLLM
     a, b, rest = x.split([half, half, D - 2 * half], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 class Documents:
     """Which rows belong together. doc_ids (B, T): a document is a maximal run of equal values, negative is
-    padding; None: each row of the batch is one. run (B, T) numbers documents from 1, -1 in padding;
-    position_ids (B, T) counts from each document's start."""
+    padding; None: each row is one. run (B, T): its number from 1, -1 in padding; position_ids (B, T)."""
     def __init__(self, doc_ids, batch, length, device):
         rows = torch.arange(length, device=device).expand(batch, length)
         self.whole = doc_ids is None
@@ -272,8 +268,7 @@ def merge_backward(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
     return *grads, *first
 
 def causal_block_cpu(q, k, v, docs, scale):
-    """o (B, T, H, D), lse (B, T, H) of causal attention by a private op, the only one on a CPU that gives its
-    lse. It has no document mask that is linear in T, hence one call for each document."""
+    """o (B, T, H, D), lse (B, T, H) by a CPU's only op that gives its lse, private; a call per document."""
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=fp32(q.dtype))
     for at in docs.segments:
         part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -367,8 +362,7 @@ class AllToAll(torch.autograd.Function):
 
 def attend_usp(q, k, v, past_k, past_v, docs, group=None):
     """attend_fa between two all-to-alls (Ulysses): tokens are sharded outside, heads inside; P must divide H.
-    T is a rank's share of the row, docs describe all of it, the cache stays sharded by heads. Heads of K, V
-    are repeated P / gcd(G, P) times: each rank gets those its query heads read. Autograd sums the copies."""
+    T is a rank's share, docs are whole; K, V heads are copied P / gcd(G, P) times, autograd sums those."""
     P, (B, T, H, D) = dist.get_world_size(group), q.shape
     require(H % P == 0, f"backend usp: {P} ranks do not divide {H} query heads; use {math.gcd(H, P)} ranks")
     k, v = (x.repeat_interleave(P // math.gcd(x.shape[2], P), dim=2) for x in (k, v))
@@ -413,8 +407,7 @@ class Attention(nn.Module):
 # ---- Mixture of experts ------------------------------------------------------------------------------------
 
 class Router(nn.Module):
-    """Sigmoid router. Stays at least fp32: .to(bfloat16) of the model does not cast its weight and bias. The
-    bias steers the choice only and gets no gradient: `balance_experts` moves it."""
+    """Sigmoid router, fp32 in a bf16 model too. The bias, for choices only, is moved by balance_experts."""
     def __init__(self, config):
         super().__init__()
         self.config, dtype = config, fp32(torch.get_default_dtype())
@@ -516,8 +509,7 @@ class MLP(nn.Module):
     """silu(gate) * up -> down: the shared expert, and the dense layer of a target."""
     def __init__(self, hidden_size, width):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(hidden_size, width, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x):
@@ -691,7 +683,6 @@ def fused_rows(x, teacher, lm_head, scratch, ce_weight, kl_weight):
 
 class ChunkedLoss(torch.autograd.Function):
     """sum_k coeff_k * sum over counted rows of the weighted terms, without holding [T, V].
-
     lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk, and only
     that, [B, T, C], is kept. The logits of a teacher row are computed once for all K steps."""
     @staticmethod
@@ -780,7 +771,6 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
              group=None, ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False,
              counts=None, loss=None, topk=10, step_weights=None, rollout="data", measure=False):
     """Loss of K = ttt_length draft steps from every row, as served: TTTOutput. ValueError for bad input.
-
     input_ids (B, T); hidden_states (B, T, C): the target's after its final norm; loss_mask (B, T) of the
     PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts, default
     this call's valid_counts, divide the sums. recycle: what feeds a next step, "post" (n), "pre" (r), "both"
@@ -806,7 +796,8 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K + 1) < 0
     ids = window(input_ids, lo, hi + K + 1).masked_fill(padding, 0)  # a halo of K + 1 rows, states of K
     hidden = window(hidden_states.detach(), lo, hi + K).masked_fill_(padding[:, :-1, None], 0)
-    g, past_k, past_v, ns, load = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], [], 0
+    g, past_k, past_v, ns = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], []
+    load = torch.zeros(model.config.n_routed_experts, dtype=torch.long, device=ids.device)
     for k in range(K):
         own = draft_tokens(ns[-1], model.lm_head_weight) if k and rollout == "draft" else None
         embeds = model.embed(ids[:, k + 1:k + 1 + length] if own is None else own)
@@ -816,7 +807,8 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
             embeds, g, position_ids + k, past_k, past_v, docs, BACKENDS[backend], group)
         ns.append(n)
         g = n if recycle == "post" else r if recycle == "pre" else torch.where(window(post, lo, hi), n, r)
-        load = load + expert_load(chosen, docs.has_later(k + 1)[:, lo:hi], model.config.n_routed_experts)
+        counted = docs.has_later(k + 1)[:, lo:hi, None].expand(chosen.shape).flatten()
+        load.scatter_add_(0, chosen.flatten(), counted.long())
     divisor = (count if counts is None else counts.to(count.device)).clamp(min=1)
     weight = torch.tensor(step_weights or [decay ** k for k in range(K)], dtype=torch.float64)
     require(len(weight) == K == len(divisor) - 1, f"expected {K} step_weights, {K + 1} counts (valid_counts)")
@@ -842,11 +834,6 @@ def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length,
     require(group is None or backend == "usp", f"backend {backend!r} takes no process group, only usp does")
     require(backend != "usp" or dist.is_initialized(), "backend usp needs torch.distributed: use torchrun")
     require(ttt_length > 0, f"ttt_length {ttt_length} must be at least 1")
-
-def expert_load(chosen, counted, n_experts):
-    """[E] int64: how often each expert was chosen (B, T, A) in counted rows (B, T)."""
-    load = torch.zeros(n_experts, dtype=torch.long, device=chosen.device)
-    return load.scatter_add_(0, chosen.flatten(), counted[..., None].expand(chosen.shape).flatten().long())
 
 # ---- Everything above needs only torch and may be copied as is. Below: checkpoints, data, training. --------
 
@@ -881,8 +868,7 @@ SCALES = (".weight_scale_inv", ".weight_scale")  # of blocks; of rows, or scalar
 DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without an MTP layer; convert.py writes them as MoE models
 
 def native_views(state, family, prefix):
-    """(checkpoint name, view into the state_dict) of each tensor, experts unfused: copying into the views
-    reads a checkpoint, copying out of them writes one."""
+    """(checkpoint name, view into the state_dict) of each tensor, experts unfused: to read or write one."""
     for name, tensor in state.items():
         stem, experts, kind = name.partition("mlp.experts.")
         if experts:
@@ -901,8 +887,7 @@ class Checkpoint:
         self.path, index = Path(path), Path(path) / "model.safetensors.index.json"
         single = self.path / "model.safetensors"
         if not index.exists() and not single.exists():
-            raise FileNotFoundError(f"{path} has neither {single.name} nor {index.name}; only safetensors "
-                                    "checkpoints are read")
+            raise FileNotFoundError(f"{path} has no {single.name}; only safetensors checkpoints are read")
         self.config = json.loads((self.path / "config.json").read_text())
         self.files = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(
             self._open(single.name).keys(), single.name)
@@ -930,8 +915,7 @@ class Checkpoint:
             return tensor
         known = scales in [[stem + suffix] for suffix in SCALES]
         require(known and tensor.dtype in (torch.float8_e4m3fn, torch.int8), f"{name} is {tensor.dtype} with "
-                f"scales {scales or 'none'}: only float8_e4m3fn or int8 with weight_scale_inv (blocks) or "
-                "weight_scale (rows, scalar) can be de-quantised")
+                f"scales {scales or 'none'}: only float8_e4m3fn or int8 with {SCALES} can be de-quantised")
         scale = self._raw(scales[0]).float()
         if scales[0].endswith("_inv"):
             fitting = [-(-size // b) for size, b in zip(tensor.shape, self.block)]
@@ -964,8 +948,7 @@ def warm_start(model, checkpoint, prefix):
         else:
             view.copy_(tensor)
     shown = "\n  ".join(wrong[:20] + [f"and {len(wrong) - 20} more"] * (len(wrong) > 20))
-    require(not wrong, f"the MTP layer {prefix}* of {checkpoint.path} cannot be used:\n  {shown}\n"
-            "--init scratch trains a new one instead")
+    require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used; try --init scratch:\n  {shown}")
 
 def save_draft(path, model, meta):
     """A draft directory: model.safetensors (state_dict) and config.json (MTPConfig's fields and `meta`)."""
@@ -982,18 +965,15 @@ def load_draft(path):
     """(MTP model, config.json's dict) of a draft directory; ValueError if it is not one of ours, complete."""
     from safetensors.torch import load_file
     path = Path(path)
-    for name in ("config.json", "model.safetensors"):
-        if not (path / name).exists():
-            raise FileNotFoundError(f"{path} has no {name}: expected a draft directory, written by training")
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"{path} has no config.json: expected a draft directory")
     meta, state = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     names = [f.name for f in fields(MTPConfig)]
-    require(meta.get("format") == 1 and meta.keys() >= set(names),
-            f"{path}/config.json is not a draft's (format {meta.get('format')!r}, expected 1)")
+    require(meta.get("format") == 1 and meta.keys() >= set(names), f"{path}/config.json is not a draft's")
     model = MTP(MTPConfig(**{name: meta[name] for name in names}))
     shapes = {name: x.shape for name, x in state.items()}
     wrong = [name for name, x in model.state_dict().items() if shapes.pop(name, None) != x.shape]
-    require(not wrong and not shapes, f"{path}/model.safetensors does not fit its config.json: "
-            f"{', '.join([*wrong, *shapes][:9])}")
+    require(not wrong and not shapes, f"{path} does not fit its config: {', '.join([*wrong, *shapes][:9])}")
     model.to(state["eh_proj.weight"].dtype).load_state_dict(state)
     return model, meta
 
@@ -1002,8 +982,7 @@ def read_target_config(config, names, **sizes):
     family = config.get("model_type")
     if family in DENSE:
         return dense_draft_config(config, names, sizes)
-    require(not any(sizes.values()), f"{', '.join(sizes)} are for dense targets ({', '.join(DENSE)}); "
-            f"the draft of a {family} target has the target's own")
+    require(not any(sizes.values()), f"{', '.join(sizes)} are for dense targets ({', '.join(DENSE)})")
     if family != "bailing_moe_v2":
         return MTPConfig.from_hf(config, names)
     usual = dict(use_bias=False, score_function="sigmoid",
@@ -1019,8 +998,7 @@ def read_target_config(config, names, **sizes):
     return replace(MTPConfig.from_hf(config, names), model_type=family)
 
 def dense_draft_config(config, names, sizes):
-    """MTPConfig of a draft for a dense target (config.json's dict, tensor names). Shared experts as wide as
-    the dense MLP: convert.py makes the target's last MLP one, and engines know a single width."""
+    """MTPConfig of a draft for a dense target. Shared experts are as wide as its MLP, which becomes one."""
     family, width = config["model_type"], config["intermediate_size"]
     sliding = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
     require(not sliding and "sliding_attention" not in (config.get("layer_types") or []), f"the {family} "
@@ -1031,8 +1009,7 @@ def dense_draft_config(config, names, sizes):
     if not shared:
         shared = max(1, width // F) if F else next(n for n in (4, 2, 1) if width % (32 * n) == 0 or n == 1)
     F = F or width // shared
-    require(shared * F == width, f"--n-shared-experts {shared} times --moe-intermediate-size {F} must be the "
-            f"dense target's intermediate_size {width}")
+    require(shared * F == width, f"{shared} shared experts of {F} are not the intermediate_size {width}")
     config = {"num_key_value_heads": config["num_attention_heads"], "rms_norm_eps": 1e-6, **config} | dict(
         model_type="glm4_moe", partial_rotary_factor=1.0, n_shared_experts=shared, moe_intermediate_size=F,
         n_routed_experts=E or 8, num_experts_per_tok=A or 2,
@@ -1064,9 +1041,8 @@ class Target:
         self.model, info = AutoModelForCausalLM.from_pretrained(
             self.path, dtype=cfg.dtype, device_map=cfg.target_device_map, use_safetensors=True,
             output_loading_info=True, **options)
-        lost = sorted(info["missing_keys"])
-        require(not lost, f"{self.path} lacks weights of the target: {', '.join(lost[:5])}"
-                + f" and {len(lost) - 5} more" * (len(lost) > 5))
+        lost = ", ".join(sorted(info["missing_keys"])[:5])
+        require(not lost, f"{self.path} lacks weights of the target: {lost}")
         self.model.eval().requires_grad_(False)
         if cfg.target_device_map is None:
             self.model.to(device)
@@ -1103,8 +1079,6 @@ def find_target(path):
         except Exception as error:  # the hub's client raises many kinds
             raise FileNotFoundError(f"target {str(path)!r} is no directory and no hub id that can be had: "
                                     f"{str(error).splitlines()[0]}") from None
-    if not (Path(path) / "config.json").exists():
-        raise FileNotFoundError(f"target {path} has no config.json: a Hugging Face checkpoint is expected")
     return Path(path)
 
 DEMO = MTPConfig(vocab_size=4096, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
@@ -1151,12 +1125,10 @@ def build_demo_target(path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=end)
     ids = [i for row in tokenizer(texts)["input_ids"] for i in [*row, tokenizer.eos_token_id]]
     ids = torch.tensor(ids[:len(ids) // length * length]).view(-1, length)
-
     generator, model, steps = torch.Generator().manual_seed(0), DemoTarget(DEMO), DemoTarget.steps
     init_weights(model, DEMO.initializer_range, generator)
     adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    bar = tqdm(range(steps), desc="demo target", unit="step", mininterval=1)
-    for step in bar:
+    for step in tqdm(range(steps), desc="demo target", unit="step", mininterval=1):
         rows = ids[torch.randint(len(ids), (DemoTarget.batch,), generator=generator)]
         logits, routes = model(rows)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
@@ -1168,7 +1140,6 @@ def build_demo_target(path):
         for layer, chosen in zip(model.layers[1:], routes):
             load = chosen.flatten().bincount(minlength=DEMO.n_routed_experts)
             balance_experts(layer.mlp.gate.e_score_correction_bias, load, 0.01)
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     save_demo_target(path, model, tokenizer)
 
 def save_demo_target(path, model, tokenizer):
@@ -1176,10 +1147,9 @@ def save_demo_target(path, model, tokenizer):
     state = {name if name.startswith("lm_head") else f"model.{name}": tensor.detach().clone()
              for name, tensor in native_views(model.state_dict(), "glm4_moe", "")}
     config = {**asdict(DEMO), "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32",
-              "hidden_act": "silu",
-              "intermediate_size": model.dense_width, "num_hidden_layers": model.n_layers,
-              "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
-              "eos_token_id": tokenizer.eos_token_id}
+              "hidden_act": "silu", "intermediate_size": model.dense_width, "first_k_dense_replace": 1,
+              "num_hidden_layers": model.n_layers, "num_nextn_predict_layers": 0,
+              "tie_word_embeddings": False, "eos_token_id": tokenizer.eos_token_id}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as aside:
         aside.mkdir()
@@ -1188,8 +1158,7 @@ def save_demo_target(path, model, tokenizer):
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 def encode_messages(messages, tokenizer):
-    """(input_ids, loss_mask) of a conversation, loss on assistant tokens only: by the chat template's
-    generation markers where it has them, else by rendering prefixes; ValueError if those do not match."""
+    """(input_ids, loss_mask of assistant tokens), by the template's markers, else by rendering prefixes."""
     template = tokenizer.get_chat_template()
     if "{% generation" in template or "{%- generation" in template:
         out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -1200,15 +1169,13 @@ def encode_messages(messages, tokenizer):
         if message["role"] == "assistant":
             before, after = render(messages[:i], add_generation_prompt=True), render(messages[:i + 1])
             require(text.startswith(after) and after.startswith(before), f"the chat template renders message "
-                    f"{i} differently once others follow, so assistant tokens cannot be told apart; use a "
-                    "template with {% generation %} markers")
+                    f"{i} differently once others follow; it needs {{% generation %}} markers")
             spans.append((len(before), len(after)))
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return out["input_ids"], [any(i < b and j > a for a, b in spans) for i, j in out["offset_mapping"]]
 
 def read_documents(path, tokenizer):
-    """Yield (name, input_ids, loss_mask) of a .txt (one document) or .jsonl file (one a line); for a line
-    that cannot be read (name, None, reason)."""
+    """Yield (name, input_ids, loss_mask) of each document; of an unreadable line (name, None, reason)."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"data file {path} does not exist")
     if not str(path).endswith(".jsonl"):
@@ -1291,8 +1258,7 @@ class Ranks(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 def start_ranks(device="auto", backend="sdpa", sp=None):
-    """Join the process group that torchrun describes, if any. Under usp a row is split over `sp` ranks
-    (default all) and the rest is data parallel; other backends are data parallel only."""
+    """Join the process group that torchrun describes, if any. usp: `sp` ranks (default all) share a row."""
     world, rank, local = (int(os.environ.get(name, default)) for name, default in
                           (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -1364,8 +1330,7 @@ def learning_rate(step, cfg):
 
 @contextlib.contextmanager
 def atomic(path, ranks=Ranks()):
-    """Write aside, fsync, rename: `path` (file or folder) is the old one or the complete new one, whenever
-    killed. Several ranks may write into one folder: rank 0 clears it before and renames it after."""
+    """Write aside, fsync, rename (rank 0): `path`, file or folder, is the old or the complete new one."""
     path = Path(path)
     aside = path.with_name(f".{path.name}.partial")
     if ranks.rank == 0:
@@ -1392,8 +1357,8 @@ def saved_states(out):
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 def training_state(model, optimizer, progress):
-    """{name: tensor} of all that a resumed run needs, for torch.distributed.checkpoint to write, or to read
-    in place. Data order and learning rate follow from the step."""
+    """{name: tensor} of all that a resumed run needs; data order and learning rate follow from the step."""
+    warnings.filterwarnings("ignore", message="torch.distributed is .*unavailable")  # one process is meant
     state = {"rng": torch.get_rng_state(), **dict(model.named_buffers())}
     for name, p in optimizer.masters.items():
         state[f"master.{name}"] = p.detach()
@@ -1405,20 +1370,16 @@ def save_state(cfg, model, optimizer, progress, ranks):
     import torch.distributed.checkpoint as dcp
     path = Path(cfg.out) / "checkpoints" / f"step-{progress['step']:.0f}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic(path, ranks) as aside, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dcp warns of a single process
+    with atomic(path, ranks) as aside:
         dcp.save(training_state(model, optimizer, progress), checkpoint_id=aside)
     for old in saved_states(cfg.out)[:-cfg.keep] if ranks.rank == 0 else []:
         shutil.rmtree(old)
 
 def load_state(path, model, optimizer, progress):
-    """Read a training state into model and optimizer; returns its progress. Its .metadata is a pickle: resume
-    only your own runs."""
+    """Read a training state; returns its progress. Its .metadata is a pickle: resume only your own runs."""
     import torch.distributed.checkpoint as dcp
     state = training_state(model, optimizer, progress)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path)
     torch.set_rng_state(state["rng"])
     optimizer.publish()
     return {key: state[f"progress.{key}"].item() for key in progress}
@@ -1432,28 +1393,25 @@ SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_
 
 @dataclass
 class ModelOptions:
-    target: str = option(None, "HF checkpoint directory or hub id: glm4_moe, hy_v3, bailing_moe_v2, or "
-                         "dense llama, mistral, qwen2, qwen3; default: the demo's, or the draft's")
+    target: str = option(None, "HF checkpoint directory or hub id; default: the demo's, or the draft's")
     dtype: str = option("auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
     target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
     trust_remote_code: bool = option(False, "let the target's repository run its own code")
-    kernels: str = option("auto", "compiled kernels: on; off, PyTorch only; auto: if built",
-                          choices=["auto", "on", "off"])
+    kernels: str = option("auto", "compiled kernels; auto: if built", choices=["auto", "on", "off"])
 
 @dataclass
 class TrainConfig(ModelOptions):
     data: list = option(None, "training files, .txt or .jsonl ({text} or {messages}); default: the demo's")
     eval_data: list = option(None, "held-out files; default: every 20th sample of --data")
     out: str = option("runs/demo", "draft directory to write, with checkpoints/ and metrics.jsonl")
-    init: str = option("auto", "warm: the target's own MTP layer; scratch: random; auto: warm if it has one",
-                       choices=["auto", "warm", "scratch"])
+    init: str = option("auto", "warm: from the target's MTP layer", choices=["auto", "warm", "scratch"])
     n_routed_experts: int = option(None, "E, for a dense target (default 8)")
     num_experts_per_tok: int = option(None, "A, for a dense target (default 2)")
     moe_intermediate_size: int = option(None, "F, for a dense target; F * n_shared_experts = its MLP width")
     n_shared_experts: int = option(None, "for a dense target (default 4)")
     backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp fa, rows split over ranks",
-                          choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
+                          choices=[*BACKENDS, "auto"], also="--attention-backend")
     sp: int = option(None, "usp: ranks that share a row; default all")
     ttt_length: int = option(3, "K, draft steps trained from every row")
     recycle: str = option("post", "fed to the next step: post (after the final norm), pre, or both (each row "
@@ -1480,8 +1438,7 @@ class TrainConfig(ModelOptions):
     save_every: int = option(100, "save the training state every N steps (and at the end)")
     keep: int = option(2, "training states kept")
     log_every: int = option(10, "steps per line of metrics.jsonl")
-    resume: str = option(None, "auto: from OUT's newest state, if any; never; or a checkpoints/step-N; "
-                         "default: auto when torchrun restarts a run, else never")
+    resume: str = option(None, "auto, never or a checkpoints/step-N; default: auto if torchrun restarts it")
 
 @dataclass
 class EvalConfig(ModelOptions):
@@ -1519,10 +1476,8 @@ def check_train_config(cfg):
                  "log_every", "topk"):
         value = getattr(cfg, name)
         require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
-    require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts at every "
-            f"step; give --ttt-length + 2 = {cfg.ttt_length + 2} or more")
-    require(cfg.target or not cfg.data, "--data without --target: the demo's target knows only its own text; "
-            "give --target DIR")
+    require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts: raise it")
+    require(cfg.target or not cfg.data, "--data without --target, which is the demo's: give --target DIR")
     require(cfg.data or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
     require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
     parse_loss(cfg.loss)
@@ -1579,8 +1534,7 @@ class Run:
             yield make_batch(part, length, self.target, ranks.device)
 
     def tally(self, out=None):
-        """[8, K] float64 sums: CE, KL, right, counted, prefix hits and, where measured, TV and the chances of
-        prefixes, sampled and greedy; zeros without `out`."""
+        """[8, K] sums: CE, KL, right, counted, prefix hits, TV, sampled, greedy; 0 where not measured."""
         if out is None:
             return torch.zeros(8, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
         n, chances = out.count.double(), [x for x in (out.tv, out.sampled, out.greedy) if x is not None]
@@ -1588,8 +1542,7 @@ class Run:
         return F.pad(torch.stack(sums), (0, 0, 0, 8 - len(sums)))
 
     def gradients(self, rows):
-        """Forward and backward of an optimizer step, gradients summed over all ranks, never averaged. Returns
-        loss, tally [8, K], expert load [E], over all ranks, and names of samples with states not finite."""
+        """Gradients, summed over all ranks. Returns loss, tally, expert load, names of samples not finite."""
         batches, tally, sp = list(self.batches(rows)), self.tally(), self.ranks.sp
         K, E, loss = self.cfg.ttt_length, self.model.config.n_routed_experts, tally.new_zeros(())
         counts, load = tally.new_zeros(K + 1).long(), tally.new_zeros(E).long()
@@ -1608,10 +1561,10 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, rows):
-        """Acceptance over `rows`; sums over all of them first, one division at the end. A dict: means', walk
-        (list [K]), accept_len_walk (of serving's rounds), rows. Recycle both is evaluated as post."""
+        """Acceptance over `rows`: means' dict, walk (list [K]), accept_len_walk (serving's rounds), rows."""
         tally, rounds = self.tally(), self.tally().new_zeros(self.cfg.ttt_length + 1)
-        options = dict(rollout="data", recycle="pre" if self.cfg.recycle == "pre" else "post", measure=True)
+        post = self.cfg.recycle != "pre"  # both is evaluated as post
+        options = dict(rollout="data", recycle="post" if post else "pre", measure=True)
         for (ids, hidden, mask, docs), _ in self.batches(rows):
             out = self.loss(ids, hidden, mask, docs, **options)
             tally += self.tally(out)
@@ -1634,18 +1587,15 @@ class Run:
                 file.write(json.dumps(line) + "\n")
 
 def means(tally):
-    """ce, kl, acc, tv (lists [K]); accept_len, of all counted rows, and what is expected of it if the target
-    samples, at temperature 1, for sampled and for greedy drafts. tally [8, K]; [5, K] without chances."""
+    """ce, kl, acc, tv (lists [K]), accept_len, and that of a target that samples, of a tally [5 or 8, K]."""
     names = "ce", "kl", "acc", "count", "accept_len", "tv", "accept_len_sampled", "accept_len_greedy"
     found = dict(zip(names, (tally / tally[3].clamp(min=1)).tolist()))
     return {name: 1 + sum(x) if "len" in name else x for name, x in found.items() if name != "count"}
 
 def walk(hits, loss_mask, docs):
     """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text in turn.
-
-    hits (K, B, T): token k drafted from row t is the target's. A text is a maximal run of unmasked tokens;
-    its first comes from the prefill, so the first root is the row before it; after n accepted tokens the next
-    root is n + 1 rows on."""
+    hits (K, B, T): token k drafted from row t is the target's. A text is a maximal run of unmasked tokens,
+    the first root the row before it; after n accepted tokens the next root is n + 1 rows on."""
     accepted, total = hits.long().cumprod(0).sum(0).tolist(), torch.zeros(len(hits) + 1, dtype=torch.float64)
     for at in Documents(docs.run.masked_fill(loss_mask == 0, -1), *docs.run.shape, docs.run.device).segments:
         b, start, stop = at[0].start, at[1].start, at[1].stop
@@ -1659,14 +1609,11 @@ def walk(hits, loss_mask, docs):
 
 def acceptance_table(results):
     """Text of a table of {label: Run.evaluate's result}."""
-    steps = range(len(next(iter(results.values()))["acc"]))
-    lines = [" " * 8 + "".join(f"   acc_{k}" for k in steps) + "  accept_len  accept_len_walk"
-             "  sampled  greedy"]
+    lengths, lines = ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy"), []
     for label, row in results.items():
-        lines.append(f"{label:8}" + "".join(f"{a:8.3f}" for a in row["acc"])
-                     + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}"
-                     f"{row['accept_len_sampled']:9.3f}{row['accept_len_greedy']:8.3f}")
-    return "\n".join(lines)
+        figures = {f"acc_{k}": x for k, x in enumerate(row["acc"])} | {name: row[name] for name in lengths}
+        lines.append(f"{label:8}" + "".join(f"{x:{len(name) + 2}.3f}" for name, x in figures.items()))
+    return "\n".join([" " * 8 + "".join(f"  {name}" for name in figures), *lines])
 
 def open_target(cfg, ranks):
     """The target of --target, else the demo's, which rank 0 builds in the first run."""
@@ -1683,8 +1630,7 @@ def open_target(cfg, ranks):
 def make_draft(cfg, target, ranks):
     """(model, "warm" or "scratch"): the draft on its device, with the target's embedding and head."""
     prefix = mtp_prefix(target.config, target.checkpoint.files)
-    require(prefix or cfg.init != "warm", f"--init warm, but {target.path} has no MTP layer, "
-            f"layer {target.config['num_hidden_layers']}. --init scratch trains a new one")
+    require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
     init = "warm" if prefix and cfg.init != "scratch" else "scratch"
     model = MTP(target.draft_config).to(target.lm_head.dtype)
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
@@ -1713,18 +1659,15 @@ def spread(rows, most):
     return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
 
 def train(cfg):
-    """Train a draft. Writes OUT/model.safetensors, config.json, metrics.jsonl and checkpoints/; returns the
-    evaluations {"before": .., "after": ..}."""
+    """Train a draft, written to OUT; returns the evaluations {"before": .., "after": ..}."""
     cfg = check_train_config(cfg)
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(cfg, ranks)
     shape = target.draft_config
     H, longest = shape.num_attention_heads, shape.max_position_embeddings
-    require(cfg.seq_len <= longest, f"--seq-len {cfg.seq_len} exceeds the target's max_position_embeddings "
-            f"{longest}")
-    require(H % ranks.sp == 0, f"--backend usp: {ranks.sp} ranks do not divide {H} attention heads; give "
-            f"--sp {math.gcd(H, ranks.sp)}")
+    require(cfg.seq_len <= longest, f"--seq-len exceeds the target's max_position_embeddings {longest}")
+    require(H % ranks.sp == 0, f"--sp {ranks.sp} does not divide {H} heads; give {math.gcd(H, ranks.sp)}")
     backend = choose_backend(cfg.backend, ranks.device, target.lm_head.dtype)
     rows, held = read_rows(cfg, target)
     model, init = make_draft(cfg, target, ranks)
@@ -1766,8 +1709,7 @@ def start_or_resume(run, optimizer):
     return progress
 
 def train_loop(run, optimizer, progress, rows, held):
-    """Optimizer steps until cfg.steps; saves, logs and evaluates on the way. Returns the signal that ended it
-    early, after the step in progress and with its state saved, or None."""
+    """Optimizer steps until cfg.steps; logs, evaluates, saves. Returns a signal that ended it, or None."""
     from tqdm import tqdm
     cfg, model, signals = run.cfg, run.model, []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -1781,7 +1723,8 @@ def train_loop(run, optimizer, progress, rows, held):
                  for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
         loss, step_tally, load, bad = run.gradients(batch)
         norm = torch.stack([p.grad.to(fp32(p.dtype)).norm() for p in model.parameters()]).norm().item()
-        broken, stop = any_rank(run.ranks, not math.isfinite(norm + loss + step_tally.sum()), signals)
+        flags = torch.tensor([not math.isfinite(norm + loss + step_tally.sum()), len(signals) > 0])
+        broken, stop = (all_sum(flags.float().to(run.ranks.device)) > 0).tolist()  # the same on all ranks
         lr = learning_rate(step, cfg)
         if broken:
             skip_step(run, progress, bad or [sample.name for row in batch for sample in row])
@@ -1797,11 +1740,19 @@ def train_loop(run, optimizer, progress, rows, held):
             line = dict(loss=float(sum(losses)) / max(1, len(losses)), grad_norm=norm, lr=lr,
                         tokens_per_second=tokens / seconds, skipped=int(progress["skipped"]),
                         top_expert_share=(load.max() / load.sum().clamp(min=1)).item())
-            bar.set_postfix(log_step(run, step + 1, tally, line), refresh=False)
+            found = means(tally[:5])
+            run.append({"step": step + 1, **found, **line})
+            bar.set_postfix(loss=f"{line['loss']:.3f}", accept_len=f"{found['accept_len']:.2f}",
+                            tokens_per_second=f"{line['tokens_per_second']:.0f}", refresh=False)
             tokens, tally, losses = 0, run.tally(), []
         bar.update()
         if due(cfg.eval_every):
-            keep_best(run, progress, held)
+            result = run.evaluate(held)
+            say(acceptance_table({f"{step + 1}": result}))
+            run.append({"step": step + 1, "eval": result})
+            if result["accept_len"] > progress["best"]:
+                progress["best"] = result["accept_len"]
+                run.write_draft(Path(cfg.out) / "best")
         if due(cfg.save_every) or last or stop:
             save_state(cfg, model, optimizer, progress, run.ranks)
             run.write_draft(cfg.out)
@@ -1810,10 +1761,6 @@ def train_loop(run, optimizer, progress, rows, held):
             return (signals or ["a signal to another rank"])[0]
     bar.close()
 
-def any_rank(ranks, *flags):
-    """Each flag: is it set on any rank? All ranks get the same answer."""
-    return (all_sum(torch.tensor([bool(flag) for flag in flags], device=ranks.device).float()) > 0).tolist()
-
 def skip_step(run, progress, names):
     """Count a step whose loss or gradient is not finite and name its samples; ten in a row are an error."""
     progress["skipped"] += 1
@@ -1821,24 +1768,7 @@ def skip_step(run, progress, names):
     shown = ", ".join(names[:4]) + (", .." if len(names) > 4 else "")
     say(f"step {progress['step'] + 1:.0f} skipped, its loss or gradient is not finite: {shown}")
     run.append({"step": int(progress["step"]) + 1, "skipped_samples": names})
-    require(progress["skipped_in_a_row"] < 10, "ten steps in a row had a loss or gradient not finite, "
-            f"the last with {shown}; lower --lr, or remove those samples")
-
-def keep_best(run, progress, held):
-    """Evaluate; the draft of the best accept_len so far goes to OUT/best."""
-    result = run.evaluate(held)
-    say(acceptance_table({f"{progress['step']:.0f}": result}))
-    run.append({"step": int(progress["step"]), "eval": result})
-    if result["accept_len"] > progress["best"]:
-        progress["best"] = result["accept_len"]
-        run.write_draft(Path(run.cfg.out) / "best")
-
-def log_step(run, step, tally, line):
-    """A line of metrics.jsonl, means over the steps since the last; returns the progress bar's figures."""
-    found = means(tally[:5])
-    run.append({"step": step, **found, **line})
-    return {"loss": f"{line['loss']:.3f}", "accept_len": f"{found['accept_len']:.2f}",
-            "tok/s": f"{line['tokens_per_second']:.0f}"}
+    require(progress["skipped_in_a_row"] < 10, "ten steps in a row were skipped: lower --lr")
 
 # ---- Speculative decoding ----------------------------------------------------------------------------------
 
@@ -1850,8 +1780,7 @@ class Drafter:
         self.past_k, self.past_v, self.temperature = [], [], temperature
 
     def rows(self, tokens, hidden, start):
-        """Run rows start..; tokens: those one position on; hidden (1, n, C). Returns the last row's n and
-        what it recycles, each (1, 1, C)."""
+        """Run rows start.. of hidden (1, n, C), tokens one on; the last row's n and what it recycles."""
         positions = torch.arange(start, start + len(tokens), device=hidden.device)[None]
         embeds = self.model.embed(torch.tensor([tokens], device=hidden.device))
         if self.zero_first:
@@ -1927,12 +1856,8 @@ def open_draft(cfg):
     """(model with its target set, target, draft's config.json); another target than its own is refused."""
     require(cfg.draft, "--draft DIR is missing: a directory that training wrote, e.g. runs/demo")
     model, meta = load_draft(cfg.draft)
-    if not cfg.target and not os.path.isdir(meta["target"]):
-        raise FileNotFoundError(f"the draft's target {meta['target']} is gone; give --target DIR")
     target = open_target(replace(cfg, target=cfg.target or meta["target"]), start_ranks(cfg.device))
-    expected = meta["target_config_sha256"]
-    require(target.sha256 == expected, f"{cfg.draft} was trained for another target: config.json "
-            f"of {target.path} has sha256 {target.sha256[:12]}.., expected {expected[:12]}..")
+    require(target.sha256 == meta["target_config_sha256"], f"{cfg.draft} was trained for another target")
     model.to(target.device).set_target(target.embed, target.lm_head)
     return model, target, {**meta, "recycle": cfg.recycle or meta["recycle"]}
 
@@ -1958,8 +1883,7 @@ def generate_command(cfg):
     ids = tokenizer(cfg.prompt)["input_ids"] if not cfg.chat else tokenizer.apply_chat_template(
         [{"role": "user", "content": cfg.prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
     room = target.draft_config.max_position_embeddings - length - K
-    require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; with --max-new-tokens {length} the "
-            f"target takes 1 to {room}")
+    require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; --max-new-tokens leaves 1 to {room}")
     eos = getattr(target.model.generation_config, "eos_token_id", None)
     eos = eos if isinstance(eos, list) else [eos]
     drafter = Drafter(model, meta["recycle"], meta["zero_first_embedding"],
@@ -2046,9 +1970,8 @@ def parse(command, arguments):
 
 def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
-    named = arguments[:1] and arguments[0] in COMMANDS
-    command = arguments[0] if named else "train"
-    cfg = parse(command, arguments[1:] if named else arguments)
+    command, *rest = arguments if arguments and arguments[0] in COMMANDS else ["train", *arguments]
+    cfg = parse(command, rest)
     try:
         COMMANDS[command][1](cfg)
     except (ValueError, OSError) as error:
