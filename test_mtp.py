@@ -1791,7 +1791,7 @@ def test_verified_tokens_are_distributed_as_the_target_says(greedy):
     the exact joint distribution; and how many stand, against sum min(p, q)."""
     torch.manual_seed(0)
     V, rounds = 7, 20000
-    p_0, p_1, q_0, q_1 = torch.rand(4, V, V).pow(3)
+    p_0, p_1, q_0, q_1 = torch.rand(4, V, V) + 0.02
     p_0, q_0 = p_0[:1] / p_0[0].sum(), q_0[:1] / q_0[0].sum()
     p_1, q_1 = (x / x.sum(1, keepdim=True) for x in (p_1, q_1))  # row: the first token
     if greedy:
@@ -1846,6 +1846,19 @@ def test_speculative_sampling_is_the_targets_own(tiny, trained, temperature, pro
     assert abs(chi_square(places.mul(20).long().bincount(minlength=20), torch.full((20,), 100.0))) < 4
     spread = math.sqrt(sum(c * (1 - c) for c in chances))
     assert abs(sum(stood) - sum(chances)) < 4 * spread
+
+
+def test_probabilistic_drafts_are_drawn_at_the_temperature(tiny, trained):
+    target, (model, _) = load_target(tiny[0]), mtp.load_draft(trained)
+    model.set_target(target.embed, target.lm_head)
+    hidden, q = target.states([mtp.Sample("s", torch.arange(5, 9), None)])[0][None], {}
+    for temperature in (1.0, 0.5, 0.0):
+        drafter = mtp.Drafter(model, temperature=temperature)
+        assert len(drafter.draft([6, 7, 8, 9], hidden, 0, 3)) == len(drafter.q) == 3
+        q[temperature] = drafter.q[0][0].double()  # drafted after the same tokens
+    squares = q[1.0] ** 2
+    torch.testing.assert_close(q[0.5], squares / squares.sum(), rtol=1e-5, atol=1e-7)
+    assert torch.equal(q[0.0], F.one_hot(q[1.0].argmax(), 62).double())
 
 
 def test_expected_lengths_of_eval_are_those_of_a_plain_loop(tiny, trained):
