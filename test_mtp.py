@@ -5,6 +5,7 @@
     pytest -q -m serve                     the real engine; MTP_VLLM_PYTHON names its environment's python
     python test_mtp.py --bench [TABLE ..]  the README's tables of speed and memory: moe merge loss step
     python test_mtp.py --parity            the README's table of largest differences
+    python test_mtp.py --objectives [N]    every objective of --loss, N steps on the demo target
     python test_mtp.py --gpu [gpu.json]    on a GPU: checks, compute-sanitizer, timings against floors
 
 References are independent of the code under test: a loop over single rows in float64, transformers' own
@@ -1821,9 +1822,10 @@ def test_an_end_token_ends_the_answer_and_its_round_counts_whole(tiny, trained):
 
 
 def chi_square(counts, expected):
-    """Of counts and expected counts, cells of less than 8 pooled: (statistic - cells) / its standard deviation."""
+    """Of counts and what is expected of them, cells below 8 pooled: standard deviations above the mean."""
     small = expected < 8
-    counts, expected = (torch.cat([x[~small], x[small].sum()[None]]) for x in (counts.double(), expected.double()))
+    counts, expected = counts.double(), expected.double()
+    counts, expected = (torch.cat([x[~small], x[small].sum()[None]]) for x in (counts, expected))
     counts, expected = counts[expected > 0], expected[expected > 0]
     cells = len(counts) - 1
     return (((counts - expected) ** 2 / expected).sum().item() - cells) / math.sqrt(2 * cells)
@@ -1831,11 +1833,11 @@ def chi_square(counts, expected):
 
 @pytest.mark.parametrize("greedy", [False, True])
 def test_verified_tokens_are_distributed_as_the_target_says(greedy):
-    """20,000 rounds of two drafts over 7 tokens: pairs of tokens, the rest of a round drawn plainly, against the
-    exact joint distribution; and how many stand, against sum min(p, q)."""
+    """20,000 rounds of two drafts over 7 tokens: pairs of tokens, the rest of a round drawn plainly, against
+    the exact joint distribution; and how many stand, against sum min(p, q)."""
     torch.manual_seed(0)
     V, rounds = 7, 20000
-    p_0, p_1, q_0, q_1 = torch.rand(4, V, V).pow(3)
+    p_0, p_1, q_0, q_1 = torch.rand(4, V, V) + 0.02
     p_0, q_0 = p_0[:1] / p_0[0].sum(), q_0[:1] / q_0[0].sum()
     p_1, q_1 = (x / x.sum(1, keepdim=True) for x in (p_1, q_1))  # row: the first token
     if greedy:
@@ -1890,6 +1892,19 @@ def test_speculative_sampling_is_the_targets_own(tiny, trained, temperature, pro
     assert abs(chi_square(places.mul(20).long().bincount(minlength=20), torch.full((20,), 100.0))) < 4
     spread = math.sqrt(sum(c * (1 - c) for c in chances))
     assert abs(sum(stood) - sum(chances)) < 4 * spread
+
+
+def test_probabilistic_drafts_are_drawn_at_the_temperature(tiny, trained):
+    target, (model, _) = load_target(tiny[0]), mtp.load_draft(trained)
+    model.set_target(target.embed, target.lm_head)
+    hidden, q = target.states([mtp.Sample("s", torch.arange(5, 9), None)])[0][None], {}
+    for temperature in (1.0, 0.5, 0.0):
+        drafter = mtp.Drafter(model, temperature=temperature)
+        assert len(drafter.draft([6, 7, 8, 9], hidden, 0, 3)) == len(drafter.q) == 3
+        q[temperature] = drafter.q[0][0].double()  # drafted after the same tokens
+    squares = q[1.0] ** 2
+    torch.testing.assert_close(q[0.5], squares / squares.sum(), rtol=1e-5, atol=1e-7)
+    assert torch.equal(q[0.0], F.one_hot(q[1.0].argmax(), 62).double())
 
 
 def test_expected_lengths_of_eval_are_those_of_a_plain_loop(tiny, trained):
@@ -2171,6 +2186,73 @@ def test_eval_and_generate_commands(tiny, trained, capsys):
     assert mtp.main(["generate", "--draft", str(trained), "--prompt", "w3", "--temperature", "0.8",
                      "--draft-sampling", "probabilistic", "--recycle", "pre"]) == 0
     assert "sampled at temperature 0.8 with probabilistic drafts" in capsys.readouterr().out
+
+
+# ---- The table of objectives: python test_mtp.py --objectives [STEPS] --------------------------------------
+
+def measure_draft(out, target, recycle):
+    """Accepted length per round of generated text, greedy and sampled at temperature 1 with either kind of
+    draft: 12 prompts of held-out text, 96 tokens each."""
+    (model, meta), (_, held) = mtp.load_draft(out), mtp.stdlib_files(every=6)
+    model.set_target(target.embed, target.lm_head)
+    found = {}
+    ways = {"greedy": (0.0, 0.0), "sampled": (1.0, 1.0), "sampled, greedy drafts": (1.0, 0.0)}
+    for name, (temperature, drafts) in ways.items():
+        torch.manual_seed(0)
+        rounds = []
+        for file in held[:12]:
+            ids = target.tokenizer(file.read_text(errors="replace"))["input_ids"][:24]
+            drafter = mtp.Drafter(model, recycle, temperature=drafts)
+            rounds += mtp.decode(target, ids, 96, drafter, meta["ttt_length"], temperature=temperature).rounds
+        found[name] = 1 + sum(rounds) / len(rounds)
+    return found
+
+
+def objective_row(steps, changes):
+    """Train one draft on the demo target, or go on with a run that was cut; write down what it reached."""
+    out = HERE / "runs" / f"objectives-{steps}" / "-".join(map(str, changes.values())).replace(":", "")
+    cfg = mtp.TrainConfig(steps=steps, out=str(out), backend="fa", resume="auto", save_every=50, **changes)
+    results = mtp.train(cfg)
+    if "after" in results:
+        target = mtp.open_target(cfg, mtp.Ranks())
+        drawn = {setting: measure_draft(out, target, setting) for setting in ("post", "pre")}
+        (out / "row.json").write_text(json.dumps({**drawn, "eval": results["after"]}))
+    return out / "row.json"
+
+
+def objectives(steps=150, seeds=(0, 1)):
+    """Every objective with rollout data, the best three with rollout draft, and what recycle both costs:
+    means of two seeds on the demo target. Each run is a process; a finished one is not repeated."""
+    def rows(**changes):
+        for seed in seeds:
+            changes = {"loss": "ce:1+kl:1", "rollout": "data", "recycle": "post", **changes, "seed": seed}
+            name = "-".join(map(str, changes.values())).replace(":", "")
+            file = HERE / "runs" / f"objectives-{steps}" / name / "row.json"
+            if not file.exists():
+                command = [sys.executable, __file__, "--objectives", str(steps), json.dumps(changes)]
+                subprocess.run(command, check=True, stdout=sys.stderr)
+            if not file.exists():
+                sys.exit("stopped; the same command goes on")
+            yield json.loads(file.read_text())
+
+    def show(label, found, setting="post"):
+        found = list(found)
+        drawn = [statistics.mean(row[setting][way] for row in found) for way in found[0][setting]]
+        text = [statistics.mean(row["eval"][f"accept_len{x}"] for row in found)
+                for x in ("_walk", "_sampled", "_greedy")]
+        spread = max(abs(row[setting]["greedy"] - drawn[0]) for row in found)
+        table.append(f"| {label} | " + " | ".join(f"{x:.3f}" for x in [*drawn, *text, spread]) + " |")
+        return drawn[0] + drawn[1]
+
+    table = ["| loss, rollout | greedy | sampled | sampled, greedy drafts | text: walk | expected, sampled "
+             "| expected, greedy drafts | seeds +- |", "|---" * 8 + "|"]
+    scores = {loss: show(f"{loss}, data", rows(loss=loss)) for loss in ("ce:1+kl:1", *mtp.LOSS_TERMS)}
+    for loss in sorted(scores, key=scores.get)[:-4:-1]:
+        show(f"{loss}, draft", rows(loss=loss, rollout="draft"))
+    for recycle in ("post", "pre", "both"):
+        for setting in ("post", "pre"):
+            show(f"recycle {recycle}, served as {setting}", rows(recycle=recycle), setting)
+    print("\n".join(table))
 
 
 # ---- Kernels on and off ------------------------------------------------------------------------------------
@@ -4362,6 +4444,10 @@ if __name__ == "__main__":
         BENCHES[sys.argv[2]]()
     elif sys.argv[1:2] == ["--gpu"]:
         run_on_gpu(*(sys.argv[2:] or ["gpu.json"]))
+    elif sys.argv[1:2] == ["--objectives"] and sys.argv[3:]:
+        objective_row(int(sys.argv[2]), json.loads(sys.argv[3]))
+    elif sys.argv[1:2] == ["--objectives"]:
+        objectives(*map(int, sys.argv[2:]))
     elif sys.argv[1:2] == ["--once"]:  # what compute-sanitizer runs
         for each in DTYPES:
             every_output(Compiled("cuda"), each)
