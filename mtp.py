@@ -102,16 +102,14 @@ class MTPConfig:
 
     @classmethod
     def from_hf(cls, config, names=None):
-        """Read a target's config.json, a dict. `names`: its tensors' names, which tell whether a hy_v3 layer
-        has QK-norm if the config does not. ValueError for a family, RoPE or expert that does not fit."""
+        """Read a target's config.json, a dict; tensors' names tell a hy_v3 layer's QK-norm if it does not."""
         family, hy_v3 = config.get("model_type"), config.get("model_type") == "hy_v3"
         require(hy_v3 or family == "glm4_moe", f"model_type {family!r} is neither glm4_moe nor hy_v3; MLA, "
                 "softmax routers and dense MTP layers do not fit this draft")
         config = {HY_V3_KEYS.get(key, key) if hy_v3 else key: value for key, value in config.items()
                   if value is not None}
         act, bias = config.get("hidden_act", "silu"), config.get("mlp_bias", False)
-        require(act == "silu" and not bias, "experts must be silu(gate) * up without bias, the config has "
-                f"hidden_act {act!r}, mlp_bias {bias!r}")
+        require(act == "silu" and not bias, f"experts must be silu without bias, not {act!r}, bias {bias!r}")
         default = dict(use_qk_norm=False, partial_rotary_factor=0.5)
         if hy_v3:  # transformers writes neither key and does both, vLLM would read a missing qk_norm as False
             q_norm = names is None or any(name.endswith("self_attn.q_norm.weight") for name in names)
@@ -149,20 +147,18 @@ def window(x, start, stop):
     return torch.cat([part, part.new_zeros(len(x), stop - start - part.shape[1], *x.shape[2:])], dim=1)
 
 def rope(x, position_ids, config):
-    """Turn the first partial_rotary_factor * D dims of x (B, T, H, D), half-split, by position_ids (B, T).
-    Angles are fp32, cos and sin are then cast to x's dtype, as transformers and vLLM do."""
+    """Turn the first partial_rotary_factor * D dims of x (B, T, H, D), half-split, by position_ids (B, T)."""
     D, dtype = x.shape[-1], fp32(x.dtype)
     half = int(D * config.partial_rotary_factor) // 2
     frequency = 1.0 / config.rope_theta ** (torch.arange(half, dtype=dtype, device=x.device) / half)
     angle = position_ids.to(dtype)[..., None, None] * frequency  # (B, T, 1, half)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)  # of fp32 angles, as transformers and vLLM
     a, b, rest = x.split([half, half, D - 2 * half], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 class Documents:
     """Which rows belong together. doc_ids (B, T): a document is a maximal run of equal values, negative is
-    padding; None: each row of the batch is one. run (B, T) numbers documents from 1, -1 in padding;
-    position_ids (B, T) counts from each document's start."""
+    padding; None: each row is one. run (B, T): its number from 1, -1 in padding; position_ids (B, T)."""
     def __init__(self, doc_ids, batch, length, device):
         rows = torch.arange(length, device=device).expand(batch, length)
         self.whole = doc_ids is None
@@ -272,8 +268,7 @@ def merge_backward(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
     return *grads, *first
 
 def causal_block_cpu(q, k, v, docs, scale):
-    """o (B, T, H, D), lse (B, T, H) of causal attention by a private op, the only one on a CPU that gives its
-    lse. It has no document mask that is linear in T, hence one call for each document."""
+    """o (B, T, H, D), lse (B, T, H) by a CPU's only op that gives its lse, private; a call per document."""
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=fp32(q.dtype))
     for at in docs.segments:
         part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -367,8 +362,7 @@ class AllToAll(torch.autograd.Function):
 
 def attend_usp(q, k, v, past_k, past_v, docs, group=None):
     """attend_fa between two all-to-alls (Ulysses): tokens are sharded outside, heads inside; P must divide H.
-    T is a rank's share of the row, docs describe all of it, the cache stays sharded by heads. Heads of K, V
-    are repeated P / gcd(G, P) times: each rank gets those its query heads read. Autograd sums the copies."""
+    T is a rank's share, docs are whole; K, V heads are copied P / gcd(G, P) times, autograd sums those."""
     P, (B, T, H, D) = dist.get_world_size(group), q.shape
     require(H % P == 0, f"backend usp: {P} ranks do not divide {H} query heads; use {math.gcd(H, P)} ranks")
     k, v = (x.repeat_interleave(P // math.gcd(x.shape[2], P), dim=2) for x in (k, v))
@@ -413,8 +407,7 @@ class Attention(nn.Module):
 # ---- Mixture of experts ------------------------------------------------------------------------------------
 
 class Router(nn.Module):
-    """Sigmoid router. Stays at least fp32: .to(bfloat16) of the model does not cast its weight and bias. The
-    bias steers the choice only and gets no gradient: `balance_experts` moves it."""
+    """Sigmoid router, fp32 in a bf16 model too. The bias, for choices only, is moved by balance_experts."""
     def __init__(self, config):
         super().__init__()
         self.config, dtype = config, fp32(torch.get_default_dtype())
@@ -516,8 +509,7 @@ class MLP(nn.Module):
     """silu(gate) * up -> down: the shared expert, and the dense layer of a target."""
     def __init__(self, hidden_size, width):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(hidden_size, width, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x):
@@ -614,28 +606,47 @@ class MTP(DecoderLayer):
 
 # ---- Loss and the TTT loop ---------------------------------------------------------------------------------
 
+# Terms of the loss, of N rows of a step, p the teacher's distribution, q the draft's. log_q (N, 2 + n): of
+# argmax p, of the data's token, of p's n largest; p_top (N, n): p of those; kl (N,): KL(p || q); a (N,): sum
+# min(p, q) = 1 - TV, the chance that a sampled draft token is accepted (Leviathan et al. 2023).
+LOSS_TERMS = {
+    "ce": lambda log_q, p_top, kl, a: -log_q[:, 0],
+    "ce_data": lambda log_q, p_top, kl, a: -log_q[:, 1],
+    "kl": lambda log_q, p_top, kl, a: kl,
+    "topk_kl": lambda log_q, p_top, kl, a: F.kl_div(
+        log_q[:, 2:].log_softmax(1), p_top / p_top.sum(1, True), reduction="none").sum(1),
+    "topk_kl_full": lambda log_q, p_top, kl, a: F.kl_div(log_q[:, 2:], p_top, reduction="none").sum(1),
+    "tv": lambda log_q, p_top, kl, a: 1 - a,
+    "lk": lambda log_q, p_top, kl, a: torch.lerp(1 - a, kl, (-3 * a.detach()).exp()),  # arXiv 2602.23881
+    "neglog": lambda log_q, p_top, kl, a: -a.clamp(min=torch.finfo(a.dtype).tiny).log(),  # the same
+    "e2e": lambda log_q, p_top, kl, a: 0 * a}  # 1 - sum_j prod_{i <= j} a_i / K of whole chains, 2606.12370
+
+def parse_loss(text):
+    """{term: weight} of a sum of LOSS_TERMS like "ce:1+kl:0.5"; a weight left out is 1."""
+    terms = {name: weight or "1" for name, _, weight in (x.strip().partition(":") for x in text.split("+"))}
+    good = all(t in LOSS_TERMS and x.replace(".", "", 1).isdecimal() and float(x) for t, x in terms.items())
+    require(good, f"loss {text!r} is no sum like ce:1+kl:0.5, weights positive, of {', '.join(LOSS_TERMS)}")
+    return {name: float(x) for name, x in terms.items()}
+
 def valid_rows(loss_mask, docs, ttt_length):
     """(K, B, T) bool: row t counts at step k if token t+2+k exists in row t's document and is not masked."""
     mask, T = torch.ones_like(docs.first) if loss_mask is None else loss_mask != 0, docs.run.shape[1]
     return torch.stack([docs.has_later(k + 2) & window(mask, k + 2, k + 2 + T) for k in range(ttt_length)])
 
 def valid_counts(loss_mask, doc_ids, ttt_length, *, batch, length):
-    """[K] int64: how many rows of a batch count at each step. Summed over micro-batches and data-parallel
-    ranks and passed as ttt_loss(counts=...), they keep any split of a batch from changing its gradient."""
-    given = loss_mask if doc_ids is None else doc_ids
-    docs = Documents(doc_ids, batch, length, "cpu" if given is None else given.device)
-    return valid_rows(loss_mask, docs, ttt_length).sum((1, 2))
+    """[K + 1] int64: rows of a batch that count at each step, and at every one. Summed over micro-batches and
+    data-parallel ranks and passed as ttt_loss(counts=...), they keep any split from changing the gradient."""
+    device = getattr(loss_mask if doc_ids is None else doc_ids, "device", "cpu")
+    valid = valid_rows(loss_mask, Documents(doc_ids, batch, length, device), ttt_length)
+    return torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
 
 LOGITS_HELD = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # elements of one [rows, V] buffer; there are three
 
 def teacher_chunks(valid, size):
     """[(b, start, stop)] of the teacher rows that are read, at most `size` at a time. Row t, step k reads
     teacher row t + 1 + k; a row that counts at step k is judged at all steps before k too."""
-    K, B, T = valid.shape
-    read, judged = valid.new_zeros(B, T + K), torch.zeros_like(valid[0])
-    for k in reversed(range(K)):
-        judged = judged | valid[k]
-        read[:, k + 1:k + 1 + T] |= judged
+    (K, B, T), judged = valid.shape, valid.flip(0).cumsum(0).flip(0) > 0
+    read = torch.stack([F.pad(x, (k + 1, K - 1 - k)) for k, x in enumerate(judged)]).any(0)  # (B, T + K)
     starts = range(1, T + K, size)
     busy = torch.stack([read[:, s:s + size].any(1) for s in starts]).tolist()
     return [(b, s, min(s + size, T + K)) for s, row in zip(starts, busy) for b in range(B) if row[b]]
@@ -648,53 +659,98 @@ def row_softmax(x, lm_head, scratch, p):
     total = p.sum(-1, keepdim=True)  # torch.softmax is off by 5e-6 at V = 150k on a CPU
     return logits, p.div_(total), best[:, 0], total[:, 0].log()
 
-class ChunkedLoss(torch.autograd.Function):
-    """sum_k coeff_k * sum over counted rows of (ce_weight * CE + kl_weight * KL), without holding [T, V].
+def logit_slopes(value, leaves, spots, p, q, scratch, chances, kl):
+    """(N, V): slopes in the logits of value (N,), of leaves log q at spots (N, 2 + n), KL, a (in q); and of a
+    (in scratch).  d log q[v] = onehot(v) - q,  d KL = q - p,  d a = q (s - <s, q>), s = [p > q]."""
+    d_log_q, d_kl, d_a = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=True)
+    if chances:
+        da = torch.gt(p, q, out=scratch).mul_(q)
+        da.addcmul_(q, da.sum(-1, keepdim=True), value=-1)
+    q.mul_((d_kl - d_log_q.sum(-1))[:, None]).sub_(p, alpha=kl)
+    if chances:  # and lk's share of d_kl
+        q.addcmul_(p, (d_kl - kl)[:, None], value=-1).addcmul_(da, d_a[:, None])
+    for at in (slice(0, 1), slice(1, 2), slice(2, None)):  # no column twice in one call: deterministic
+        q.scatter_add_(1, spots[:, at], d_log_q[:, at])
+    return q, scratch
 
-    lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk:
-        d loss / d logits = (ce + kl) q - ce onehot(argmax p) - kl p,     q, p = softmax of draft, of teacher,
-    and only d loss / d n [B, T, C] is kept. The logits of a teacher row are computed once for all K steps."""
+def fused_rows(x, teacher, lm_head, scratch, ce_weight, kl_weight):
+    """Of draft rows x (N, C), judged by the teacher's logits (N, V): weighted CE + KL, CE, KL, is the argmax
+    the teacher's, and slopes in the draft's logits (in scratch). The kernel turns logits into slopes."""
+    draft = torch.mm(x.to(lm_head.dtype), lm_head.mT, out=scratch[:len(x)])
+    one = draft.new_ones(len(x), dtype=fp32(draft.dtype))
+    ce, kl, label, best = torch.ops.mtp_kernels.loss_rows(teacher, draft, one, ce_weight, kl_weight)
+    return ce_weight * ce + kl_weight * kl, ce, kl, label == best, draft
+
+class ChunkedLoss(torch.autograd.Function):
+    """sum_k coeff_k * sum over counted rows of the weighted terms, without holding [T, V].
+    lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk, and only
+    that, [B, T, C], is kept. The logits of a teacher row are computed once for all K steps."""
     @staticmethod
-    def forward(ctx, lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
-        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K] float64; ns (B, T, C).
-        Returns loss; without gradient: sums [4, K] over counted rows (CE, KL, right, prefix hits), hits."""
-        T, V, wide = ns[0].shape[1], len(lm_head), fp32(lm_head.dtype)
+    def forward(ctx, lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
+        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K + 1] float64, e2e's last;
+        w {term: weight}; tokens (B, T + K + 1); ns (B, T, C). Returns loss and, without gradient, sums over
+        counted rows [7, K] (CE, KL, right, prefix hits, with `measure` TV, sampled, greedy hits) and hits."""
+        (K, _, T), V, wide = valid.shape, len(lm_head), fp32(lm_head.dtype)
         size = min(max(1, LOGITS_HELD.get(lm_head.device.type, 2 ** 25) // V), hidden.shape[1])
-        scratch, p_rows, q_rows = (lm_head.new_empty(size, V, dtype=x) for x in (lm_head.dtype, wide, wide))
-        ce, kl, hit = (p_rows.new_zeros(valid.shape, dtype=x) for x in (wide, wide, torch.int))
-        grads = [torch.zeros_like(n) for n in ns] if any(ctx.needs_input_grad) else []
+        fused = kernels_take(lm_head) and w.keys() <= {"ce", "kl"} and not measure
+        kinds = [lm_head.dtype, lm_head.dtype if fused else wide] + [wide] * (not fused)
+        scratch, p_rows, *q_rows = (lm_head.new_empty(size, V, dtype=x) for x in kinds)
+        total, ce, kl, a, sure = p_rows.new_zeros(5, *valid.shape, dtype=wide)
+        hit, chances = valid.int() * 0, measure or w.keys() & {"tv", "lk", "neglog", "e2e"}
+        grads, chains = ([torch.zeros_like(n) for n in ns if x and any(ctx.needs_input_grad)]
+                         for x in (True, "e2e" in w))
         for b, start, stop in teacher_chunks(valid, size):
-            logits, p_chunk, labels, lse = row_softmax(hidden[b, start:stop], lm_head, scratch, p_rows)
-            plogp = logits.mul_(p_chunk).sum(-1) - lse  # in place; an einsum here errs by 4e-3 at V = 150k
+            states = hidden[b, start:stop].to(lm_head.dtype)
+            if fused:
+                teacher = torch.mm(states, lm_head.mT, out=p_rows[:len(states)])
+            else:
+                logits, p_chunk, labels, lse = row_softmax(states, lm_head, scratch, p_rows)
+                plogp = logits.mul_(p_chunk).sum(-1) - lse  # in place; einsum errs by 4e-3 at V = 150k
+                p_top, top = p_chunk.topk(min(topk, V) if w.keys() & {"topk_kl", "topk_kl_full"} else 0)
+                spots = torch.cat([labels[:, None], tokens[b, start + 1:stop + 1, None], top], dim=1)
             for k, n in enumerate(ns):
-                i, j = max(0, start - 1 - k), min(T, stop - 1 - k)  # draft rows whose teachers these are
-                if i >= j:
-                    continue
+                i, j = max(0, start - 1 - k), max(0, start - 1 - k, min(T, stop - 1 - k))  # their draft rows
                 rows, at = (k, b, slice(i, j)), slice(i + 1 + k - start, j + 1 + k - start)
-                p, label = p_chunk[at], labels[at, None]
-                logits, q, best, lse = row_softmax(n[b, i:j], lm_head, scratch, q_rows)
-                ce[rows] = lse - logits.gather(1, label)[:, 0]
-                kl[rows] = plogp[at] - logits.mul_(p).sum(-1) + lse
-                hit[rows] = best == labels[at]
+                if fused:
+                    total[rows], ce[rows], kl[rows], hit[rows], d = fused_rows(
+                        n[b, i:j], teacher[at], lm_head, scratch, w.get("ce", 0.0), w.get("kl", 0.0))
+                else:
+                    p, (logits, q, best, lse) = p_chunk[at], row_softmax(n[b, i:j], lm_head, scratch, *q_rows)
+                    log_q, hit[rows] = logits.gather(1, spots[at]) - lse[:, None], best == labels[at]
+                    ce[rows], kl[rows] = -log_q[:, 0], plogp[at] - logits.mul_(p).sum(-1) + lse
+                    if chances:
+                        a[rows] = torch.minimum(p, q, out=logits).sum(-1)
+                        sure[rows] = p.gather(1, best[:, None])[:, 0]
+                    with torch.enable_grad():
+                        x = [x.clone().requires_grad_() for x in (log_q, kl[rows], a[rows])]
+                        value = sum(w[name] * LOSS_TERMS[name](x[0], p_top[at], *x[1:]) for name in w)
+                    total[rows] = value.detach()
+                    if grads:
+                        d, da = logit_slopes(value, x, spots[at], p, q, logits, chances, w.get("kl", 0))
                 if grads:
-                    dlogits = q.mul_(ce_weight + kl_weight).sub_(p, alpha=kl_weight)
-                    dlogits.scatter_add_(1, label, torch.full_like(lse, -ce_weight)[:, None])
-                    dn = (dlogits.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
+                    dn = (d.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
                     grads[k][b, i:j] = dn.masked_fill_(~valid[rows][:, None], 0)
+                if chains:  # d a / d n; e2e's slope is one number per row times that, known after all steps
+                    chains[k][b, i:j] = (da.to(lm_head.dtype) @ lm_head).to(n.dtype)
+        with torch.enable_grad():
+            lost = 1 - a.requires_grad_().cumprod(0).sum(0).double() / K
+            e2e = w.get("e2e", 0) * coeff[K] * lost.where(valid.all(0), 0).sum()
+        for grad, chain, x in zip(grads, chains, torch.autograd.grad(e2e, a)[0]):
+            grad.addcmul_(chain, x[..., None].to(grad.dtype))
         ctx.save_for_backward(*grads)
-        sums = torch.stack([x.double().where(valid, 0).sum((1, 2)) for x in (ce, kl, hit, hit.cumprod(0))])
-        loss = ((ce_weight * sums[0] + kl_weight * sums[1]) * coeff).sum().to(fp32(ns[0].dtype))
-        hits = hit.bool() & valid
+        figures = ce, kl, hit, hit.cumprod(0), 1 - a, a.cumprod(0), sure.cumprod(0), total
+        *sums, total = (x.detach().double().where(valid, 0).sum((1, 2)) for x in figures)
+        loss, sums, hits = (total * coeff[:K]).sum() + e2e.detach(), torch.stack(sums), hit.bool() & valid
         ctx.mark_non_differentiable(sums, hits)
-        return loss, sums, hits
+        return loss.to(fp32(ns[0].dtype)), sums, hits
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        return *[None] * 6, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
+        return *[None] * 8, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
 
 class TTTOutput(NamedTuple):
     """ttt_loss's result. All but loss are [K] and of this call alone (global over `group`)."""
-    loss: torch.Tensor         # scalar: sum_k w_k (ce_weight CE_k + kl_weight KL_k); usp: this rank's share
+    loss: torch.Tensor         # scalar: sum_k w_k (weighted terms of step k); usp: this rank's share
     ce: torch.Tensor           # mean cross-entropy against the teacher's argmax, 0 where no row counts
     kl: torch.Tensor           # mean KL(teacher || draft)
     acc: torch.Tensor          # share of counted rows whose argmax is the teacher's
@@ -702,20 +758,33 @@ class TTTOutput(NamedTuple):
     prefix_hits: torch.Tensor  # counted rows right in steps 0..k; accept_len = 1 + sum_k prefix_hits / count
     expert_load: torch.Tensor  # [E] rows sent to each expert in all steps, without padding and foreign tokens
     hits: torch.Tensor         # (K, B, T) bool: the row counts and its argmax is the teacher's
+    tv: torch.Tensor | None = None       # with `measure`: mean 1 - a; and the mean chance that a target which
+    sampled: torch.Tensor | None = None  # samples accepts steps 0..k of a sampled draft, prod_{i <= k} a_i,
+    greedy: torch.Tensor | None = None   # of a greedy draft, prod_{i <= k} p_i[argmax q_i]
+
+def draft_tokens(n, lm_head):
+    """(B, T): the draft's own greedy tokens, of n (B, T, C); no more logits at a time than the loss holds."""
+    parts = n.detach().flatten(0, 1).split(max(1, LOGITS_HELD.get(n.device.type, 2 ** 25) // len(lm_head)))
+    return torch.cat([(x.to(lm_head.dtype) @ lm_head.mT).argmax(-1) for x in parts]).view(n.shape[:2])
 
 def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa",
              group=None, ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False,
-             counts=None):
+             counts=None, loss=None, topk=10, step_weights=None, rollout="data", measure=False):
     """Loss of K = ttt_length draft steps from every row, as served: TTTOutput. ValueError for bad input.
-
     input_ids (B, T); hidden_states (B, T, C): the target's after its final norm; loss_mask (B, T) of the
-    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts [K]: divides
-    the sums, default this call's own. recycle: what feeds the next step, "post" (n) or "pre" (r).
-    zero_first_embedding: that of position 0, as vLLM. backend "usp": every rank of `group` passes the whole
-    row; loss is its local sum over the global count, so that gradients SUMMED over ranks are right."""
-    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle)
+    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts, default
+    this call's valid_counts, divide the sums. recycle: what feeds a next step, "post" (n), "pre" (r), "both"
+    (a row draws one). zero_first_embedding: that of position 0, as vLLM. loss: for parse_loss, overrides both
+    weights; topk: its n. step_weights: K, override decay. rollout: from step 1 on, embed the "data" or, as
+    served, the "draft"'s own argmax. measure: give tv, sampled, greedy. backend "usp": every rank of `group`
+    passes the whole row; loss is its local sum over the global count, so that gradients SUMMED are right."""
+    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group)
+    require(recycle in ("post", "pre", "both"), f"recycle {recycle!r} is not 'post', 'pre' or 'both'")
+    require(rollout in ("data", "draft"), f"rollout {rollout!r} is neither 'data' nor 'draft'")
+    terms = parse_loss(loss) if loss else {"ce": ce_weight, "kl": kl_weight}
     (B, T), K = input_ids.shape, ttt_length
     P, rank = (dist.get_world_size(group), dist.get_rank(group)) if backend == "usp" else (1, 0)
+    post = torch.rand(B, T, 1).to(input_ids.device) < 0.5 if recycle == "both" else None
     if T % P:  # right-pad to equal shards
         doc_ids = F.pad(torch.zeros_like(input_ids) if doc_ids is None else doc_ids, (0, -T % P), value=-1)
         loss_mask = None if loss_mask is None else F.pad(loss_mask, (0, -T % P))
@@ -723,34 +792,37 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     lo, hi = rank * length, (rank + 1) * length
     docs = Documents(doc_ids, B, P * length, input_ids.device)
     valid = valid_rows(loss_mask, docs, K)
-    count = valid.sum((1, 2))
-    position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K) < 0
-    ids = window(input_ids, lo, hi + K).masked_fill(padding, 0)  # (B, length + K): a halo of K rows
-    hidden = window(hidden_states.detach(), lo, hi + K).masked_fill_(padding[..., None], 0)
-    g, past_k, past_v, ns, load = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], [], 0
+    count = torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
+    position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K + 1) < 0
+    ids = window(input_ids, lo, hi + K + 1).masked_fill(padding, 0)  # a halo of K + 1 rows, states of K
+    hidden = window(hidden_states.detach(), lo, hi + K).masked_fill_(padding[:, :-1, None], 0)
+    g, past_k, past_v, ns = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], []
+    load = torch.zeros(model.config.n_routed_experts, dtype=torch.long, device=ids.device)
     for k in range(K):
-        embeds = model.embed(ids[:, k + 1:k + 1 + length])
+        own = draft_tokens(ns[-1], model.lm_head_weight) if k and rollout == "draft" else None
+        embeds = model.embed(ids[:, k + 1:k + 1 + length] if own is None else own)
         if zero_first_embedding:
             embeds = embeds.masked_fill((position_ids + k == 0)[..., None], 0)
         n, r, past_k, past_v, chosen = model(
             embeds, g, position_ids + k, past_k, past_v, docs, BACKENDS[backend], group)
         ns.append(n)
-        g = n if recycle == "post" else r
-        load = load + expert_load(chosen, docs.has_later(k + 1)[:, lo:hi], model.config.n_routed_experts)
-    weight = decay ** torch.arange(K, dtype=torch.float64, device=ids.device)
-    divisor = count if counts is None else counts.to(count.device)
-    coeff, own = weight / weight.sum() / divisor.clamp(min=1), valid[:, :, lo:hi]
-    loss, sums, hits = ChunkedLoss.apply(model.lm_head_weight, hidden, own, coeff, ce_weight, kl_weight, *ns)
+        g = n if recycle == "post" else r if recycle == "pre" else torch.where(window(post, lo, hi), n, r)
+        counted = docs.has_later(k + 1)[:, lo:hi, None].expand(chosen.shape).flatten()
+        load.scatter_add_(0, chosen.flatten(), counted.long())
+    divisor = (count if counts is None else counts.to(count.device)).clamp(min=1)
+    weight = torch.tensor(step_weights or [decay ** k for k in range(K)], dtype=torch.float64)
+    require(len(weight) == K == len(divisor) - 1, f"expected {K} step_weights, {K + 1} counts (valid_counts)")
+    coeff = F.pad(weight / weight.sum(), (0, 1), value=1.0).to(count.device) / divisor
+    loss, sums, hits = ChunkedLoss.apply(
+        model.lm_head_weight, hidden, valid[:, :, lo:hi], coeff, terms, topk, ids, measure, *ns)
     if P > 1:
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(load, group=group)
-        shards = [torch.empty_like(hits, dtype=torch.uint8) for _ in range(P)]
-        dist.all_gather(shards, hits.to(torch.uint8), group=group)
-        hits = torch.cat(shards, dim=2).bool()
-    ce, kl, acc = sums[:3] / count.clamp(min=1)
-    return TTTOutput(loss, ce, kl, acc, count, sums[3].round().long(), load, hits[:, :, :T])
+        hits = F.pad(hits, (lo, P * length - hi)).to(torch.uint8)
+        for x in (sums, load, hits):
+            dist.all_reduce(x, group=group)
+    mean, prefix, hits = sums / count[:K].clamp(min=1), sums[3].round().long(), hits[:, :, :T].bool()
+    return TTTOutput(loss, *mean[:3], count[:K], prefix, load, hits, *mean[4:7 if measure else 4])
 
-def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle):
+def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group):
     require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
     require(input_ids.dim() == 2, f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
     shape = tuple(input_ids.shape)
@@ -761,13 +833,7 @@ def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length,
     require(backend in BACKENDS, f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     require(group is None or backend == "usp", f"backend {backend!r} takes no process group, only usp does")
     require(backend != "usp" or dist.is_initialized(), "backend usp needs torch.distributed: use torchrun")
-    require(recycle in ("post", "pre"), f"recycle {recycle!r} is neither 'post' nor 'pre'")
     require(ttt_length > 0, f"ttt_length {ttt_length} must be at least 1")
-
-def expert_load(chosen, counted, n_experts):
-    """[E] int64: how often each expert was chosen (B, T, A) in counted rows (B, T)."""
-    load = torch.zeros(n_experts, dtype=torch.long, device=chosen.device)
-    return load.scatter_add_(0, chosen.flatten(), counted[..., None].expand(chosen.shape).flatten().long())
 
 # ---- Everything above needs only torch and may be copied as is. Below: checkpoints, data, training. --------
 
@@ -802,8 +868,7 @@ SCALES = (".weight_scale_inv", ".weight_scale")  # of blocks; of rows, or scalar
 DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without an MTP layer; convert.py writes them as MoE models
 
 def native_views(state, family, prefix):
-    """(checkpoint name, view into the state_dict) of each tensor, experts unfused: copying into the views
-    reads a checkpoint, copying out of them writes one."""
+    """(checkpoint name, view into the state_dict) of each tensor, experts unfused: to read or write one."""
     for name, tensor in state.items():
         stem, experts, kind = name.partition("mlp.experts.")
         if experts:
@@ -822,8 +887,7 @@ class Checkpoint:
         self.path, index = Path(path), Path(path) / "model.safetensors.index.json"
         single = self.path / "model.safetensors"
         if not index.exists() and not single.exists():
-            raise FileNotFoundError(f"{path} has neither {single.name} nor {index.name}; only safetensors "
-                                    "checkpoints are read")
+            raise FileNotFoundError(f"{path} has no {single.name}; only safetensors checkpoints are read")
         self.config = json.loads((self.path / "config.json").read_text())
         self.files = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(
             self._open(single.name).keys(), single.name)
@@ -851,8 +915,7 @@ class Checkpoint:
             return tensor
         known = scales in [[stem + suffix] for suffix in SCALES]
         require(known and tensor.dtype in (torch.float8_e4m3fn, torch.int8), f"{name} is {tensor.dtype} with "
-                f"scales {scales or 'none'}: only float8_e4m3fn or int8 with weight_scale_inv (blocks) or "
-                "weight_scale (rows, scalar) can be de-quantised")
+                f"scales {scales or 'none'}: only float8_e4m3fn or int8 with {SCALES} can be de-quantised")
         scale = self._raw(scales[0]).float()
         if scales[0].endswith("_inv"):
             fitting = [-(-size // b) for size, b in zip(tensor.shape, self.block)]
@@ -885,8 +948,7 @@ def warm_start(model, checkpoint, prefix):
         else:
             view.copy_(tensor)
     shown = "\n  ".join(wrong[:20] + [f"and {len(wrong) - 20} more"] * (len(wrong) > 20))
-    require(not wrong, f"the MTP layer {prefix}* of {checkpoint.path} cannot be used:\n  {shown}\n"
-            "--init scratch trains a new one instead")
+    require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used; try --init scratch:\n  {shown}")
 
 def save_draft(path, model, meta):
     """A draft directory: model.safetensors (state_dict) and config.json (MTPConfig's fields and `meta`)."""
@@ -903,18 +965,15 @@ def load_draft(path):
     """(MTP model, config.json's dict) of a draft directory; ValueError if it is not one of ours, complete."""
     from safetensors.torch import load_file
     path = Path(path)
-    for name in ("config.json", "model.safetensors"):
-        if not (path / name).exists():
-            raise FileNotFoundError(f"{path} has no {name}: expected a draft directory, written by training")
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"{path} has no config.json: expected a draft directory")
     meta, state = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     names = [f.name for f in fields(MTPConfig)]
-    require(meta.get("format") == 1 and meta.keys() >= set(names),
-            f"{path}/config.json is not a draft's (format {meta.get('format')!r}, expected 1)")
+    require(meta.get("format") == 1 and meta.keys() >= set(names), f"{path}/config.json is not a draft's")
     model = MTP(MTPConfig(**{name: meta[name] for name in names}))
     shapes = {name: x.shape for name, x in state.items()}
     wrong = [name for name, x in model.state_dict().items() if shapes.pop(name, None) != x.shape]
-    require(not wrong and not shapes, f"{path}/model.safetensors does not fit its config.json: "
-            f"{', '.join([*wrong, *shapes][:9])}")
+    require(not wrong and not shapes, f"{path} does not fit its config: {', '.join([*wrong, *shapes][:9])}")
     model.to(state["eh_proj.weight"].dtype).load_state_dict(state)
     return model, meta
 
@@ -923,8 +982,7 @@ def read_target_config(config, names, **sizes):
     family = config.get("model_type")
     if family in DENSE:
         return dense_draft_config(config, names, sizes)
-    require(not any(sizes.values()), f"{', '.join(sizes)} are for dense targets ({', '.join(DENSE)}); "
-            f"the draft of a {family} target has the target's own")
+    require(not any(sizes.values()), f"{', '.join(sizes)} are for dense targets ({', '.join(DENSE)})")
     if family != "bailing_moe_v2":
         return MTPConfig.from_hf(config, names)
     usual = dict(use_bias=False, score_function="sigmoid",
@@ -940,8 +998,7 @@ def read_target_config(config, names, **sizes):
     return replace(MTPConfig.from_hf(config, names), model_type=family)
 
 def dense_draft_config(config, names, sizes):
-    """MTPConfig of a draft for a dense target (config.json's dict, tensor names). Shared experts as wide as
-    the dense MLP: convert.py makes the target's last MLP one, and engines know a single width."""
+    """MTPConfig of a draft for a dense target. Shared experts are as wide as its MLP, which becomes one."""
     family, width = config["model_type"], config["intermediate_size"]
     sliding = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
     require(not sliding and "sliding_attention" not in (config.get("layer_types") or []), f"the {family} "
@@ -952,8 +1009,7 @@ def dense_draft_config(config, names, sizes):
     if not shared:
         shared = max(1, width // F) if F else next(n for n in (4, 2, 1) if width % (32 * n) == 0 or n == 1)
     F = F or width // shared
-    require(shared * F == width, f"--n-shared-experts {shared} times --moe-intermediate-size {F} must be the "
-            f"dense target's intermediate_size {width}")
+    require(shared * F == width, f"{shared} shared experts of {F} are not the intermediate_size {width}")
     config = {"num_key_value_heads": config["num_attention_heads"], "rms_norm_eps": 1e-6, **config} | dict(
         model_type="glm4_moe", partial_rotary_factor=1.0, n_shared_experts=shared, moe_intermediate_size=F,
         n_routed_experts=E or 8, num_experts_per_tok=A or 2,
@@ -985,9 +1041,8 @@ class Target:
         self.model, info = AutoModelForCausalLM.from_pretrained(
             self.path, dtype=cfg.dtype, device_map=cfg.target_device_map, use_safetensors=True,
             output_loading_info=True, **options)
-        lost = sorted(info["missing_keys"])
-        require(not lost, f"{self.path} lacks weights of the target: {', '.join(lost[:5])}"
-                + f" and {len(lost) - 5} more" * (len(lost) > 5))
+        lost = ", ".join(sorted(info["missing_keys"])[:5])
+        require(not lost, f"{self.path} lacks weights of the target: {lost}")
         self.model.eval().requires_grad_(False)
         if cfg.target_device_map is None:
             self.model.to(device)
@@ -1024,8 +1079,6 @@ def find_target(path):
         except Exception as error:  # the hub's client raises many kinds
             raise FileNotFoundError(f"target {str(path)!r} is no directory and no hub id that can be had: "
                                     f"{str(error).splitlines()[0]}") from None
-    if not (Path(path) / "config.json").exists():
-        raise FileNotFoundError(f"target {path} has no config.json: a Hugging Face checkpoint is expected")
     return Path(path)
 
 DEMO = MTPConfig(vocab_size=4096, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
@@ -1072,12 +1125,10 @@ def build_demo_target(path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=end)
     ids = [i for row in tokenizer(texts)["input_ids"] for i in [*row, tokenizer.eos_token_id]]
     ids = torch.tensor(ids[:len(ids) // length * length]).view(-1, length)
-
     generator, model, steps = torch.Generator().manual_seed(0), DemoTarget(DEMO), DemoTarget.steps
     init_weights(model, DEMO.initializer_range, generator)
     adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    bar = tqdm(range(steps), desc="demo target", unit="step", mininterval=1)
-    for step in bar:
+    for step in tqdm(range(steps), desc="demo target", unit="step", mininterval=1):
         rows = ids[torch.randint(len(ids), (DemoTarget.batch,), generator=generator)]
         logits, routes = model(rows)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
@@ -1089,7 +1140,6 @@ def build_demo_target(path):
         for layer, chosen in zip(model.layers[1:], routes):
             load = chosen.flatten().bincount(minlength=DEMO.n_routed_experts)
             balance_experts(layer.mlp.gate.e_score_correction_bias, load, 0.01)
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     save_demo_target(path, model, tokenizer)
 
 def save_demo_target(path, model, tokenizer):
@@ -1097,10 +1147,9 @@ def save_demo_target(path, model, tokenizer):
     state = {name if name.startswith("lm_head") else f"model.{name}": tensor.detach().clone()
              for name, tensor in native_views(model.state_dict(), "glm4_moe", "")}
     config = {**asdict(DEMO), "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32",
-              "hidden_act": "silu",
-              "intermediate_size": model.dense_width, "num_hidden_layers": model.n_layers,
-              "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
-              "eos_token_id": tokenizer.eos_token_id}
+              "hidden_act": "silu", "intermediate_size": model.dense_width, "first_k_dense_replace": 1,
+              "num_hidden_layers": model.n_layers, "num_nextn_predict_layers": 0,
+              "tie_word_embeddings": False, "eos_token_id": tokenizer.eos_token_id}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as aside:
         aside.mkdir()
@@ -1109,8 +1158,7 @@ def save_demo_target(path, model, tokenizer):
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 def encode_messages(messages, tokenizer):
-    """(input_ids, loss_mask) of a conversation, loss on assistant tokens only: by the chat template's
-    generation markers where it has them, else by rendering prefixes; ValueError if those do not match."""
+    """(input_ids, loss_mask of assistant tokens), by the template's markers, else by rendering prefixes."""
     template = tokenizer.get_chat_template()
     if "{% generation" in template or "{%- generation" in template:
         out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -1121,15 +1169,13 @@ def encode_messages(messages, tokenizer):
         if message["role"] == "assistant":
             before, after = render(messages[:i], add_generation_prompt=True), render(messages[:i + 1])
             require(text.startswith(after) and after.startswith(before), f"the chat template renders message "
-                    f"{i} differently once others follow, so assistant tokens cannot be told apart; use a "
-                    "template with {% generation %} markers")
+                    f"{i} differently once others follow; it needs {{% generation %}} markers")
             spans.append((len(before), len(after)))
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return out["input_ids"], [any(i < b and j > a for a, b in spans) for i, j in out["offset_mapping"]]
 
 def read_documents(path, tokenizer):
-    """Yield (name, input_ids, loss_mask) of a .txt (one document) or .jsonl file (one a line); for a line
-    that cannot be read (name, None, reason)."""
+    """Yield (name, input_ids, loss_mask) of each document; of an unreadable line (name, None, reason)."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"data file {path} does not exist")
     if not str(path).endswith(".jsonl"):
@@ -1212,8 +1258,7 @@ class Ranks(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 def start_ranks(device="auto", backend="sdpa", sp=None):
-    """Join the process group that torchrun describes, if any. Under usp a row is split over `sp` ranks
-    (default all) and the rest is data parallel; other backends are data parallel only."""
+    """Join the process group that torchrun describes, if any. usp: `sp` ranks (default all) share a row."""
     world, rank, local = (int(os.environ.get(name, default)) for name, default in
                           (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -1285,8 +1330,7 @@ def learning_rate(step, cfg):
 
 @contextlib.contextmanager
 def atomic(path, ranks=Ranks()):
-    """Write aside, fsync, rename: `path` (file or folder) is the old one or the complete new one, whenever
-    killed. Several ranks may write into one folder: rank 0 clears it before and renames it after."""
+    """Write aside, fsync, rename (rank 0): `path`, file or folder, is the old or the complete new one."""
     path = Path(path)
     aside = path.with_name(f".{path.name}.partial")
     if ranks.rank == 0:
@@ -1313,8 +1357,8 @@ def saved_states(out):
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 def training_state(model, optimizer, progress):
-    """{name: tensor} of all that a resumed run needs, for torch.distributed.checkpoint to write, or to read
-    in place. Data order and learning rate follow from the step."""
+    """{name: tensor} of all that a resumed run needs; data order and learning rate follow from the step."""
+    warnings.filterwarnings("ignore", message="torch.distributed is .*unavailable")  # one process is meant
     state = {"rng": torch.get_rng_state(), **dict(model.named_buffers())}
     for name, p in optimizer.masters.items():
         state[f"master.{name}"] = p.detach()
@@ -1326,20 +1370,16 @@ def save_state(cfg, model, optimizer, progress, ranks):
     import torch.distributed.checkpoint as dcp
     path = Path(cfg.out) / "checkpoints" / f"step-{progress['step']:.0f}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic(path, ranks) as aside, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dcp warns of a single process
+    with atomic(path, ranks) as aside:
         dcp.save(training_state(model, optimizer, progress), checkpoint_id=aside)
     for old in saved_states(cfg.out)[:-cfg.keep] if ranks.rank == 0 else []:
         shutil.rmtree(old)
 
 def load_state(path, model, optimizer, progress):
-    """Read a training state into model and optimizer; returns its progress. Its .metadata is a pickle: resume
-    only your own runs."""
+    """Read a training state; returns its progress. Its .metadata is a pickle: resume only your own runs."""
     import torch.distributed.checkpoint as dcp
     state = training_state(model, optimizer, progress)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path)
     torch.set_rng_state(state["rng"])
     optimizer.publish()
     return {key: state[f"progress.{key}"].item() for key in progress}
@@ -1353,36 +1393,35 @@ SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_
 
 @dataclass
 class ModelOptions:
-    target: str = option(None, "HF checkpoint directory or hub id: glm4_moe, hy_v3, bailing_moe_v2, or "
-                         "dense llama, mistral, qwen2, qwen3; default: the demo's, or the draft's")
+    target: str = option(None, "HF checkpoint directory or hub id; default: the demo's, or the draft's")
     dtype: str = option("auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
     target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
     trust_remote_code: bool = option(False, "let the target's repository run its own code")
-    kernels: str = option("auto", "compiled kernels: on; off, PyTorch only; auto: if built",
-                          choices=["auto", "on", "off"])
+    kernels: str = option("auto", "compiled kernels; auto: if built", choices=["auto", "on", "off"])
 
 @dataclass
 class TrainConfig(ModelOptions):
     data: list = option(None, "training files, .txt or .jsonl ({text} or {messages}); default: the demo's")
     eval_data: list = option(None, "held-out files; default: every 20th sample of --data")
     out: str = option("runs/demo", "draft directory to write, with checkpoints/ and metrics.jsonl")
-    init: str = option("auto", "warm: the target's own MTP layer; scratch: random; auto: warm if it has one",
-                       choices=["auto", "warm", "scratch"])
+    init: str = option("auto", "warm: from the target's MTP layer", choices=["auto", "warm", "scratch"])
     n_routed_experts: int = option(None, "E, for a dense target (default 8)")
     num_experts_per_tok: int = option(None, "A, for a dense target (default 2)")
     moe_intermediate_size: int = option(None, "F, for a dense target; F * n_shared_experts = its MLP width")
     n_shared_experts: int = option(None, "for a dense target (default 4)")
     backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp fa, rows split over ranks",
-                          choices=["sdpa", "fa", "usp", "auto"], also="--attention-backend")
+                          choices=[*BACKENDS, "auto"], also="--attention-backend")
     sp: int = option(None, "usp: ranks that share a row; default all")
     ttt_length: int = option(3, "K, draft steps trained from every row")
-    recycle: str = option("post", "fed to the next step: post (after the final norm) or pre; README, Serving",
-                          choices=["post", "pre"])
+    recycle: str = option("post", "fed to the next step: post (after the final norm), pre, or both (each row "
+                          "one at random); README, Serving", choices=["post", "pre", "both"])
     zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
-    ce_weight: float = option(1.0, "weight of the cross-entropy against the target's argmax")
-    kl_weight: float = option(1.0, "weight of KL(target || draft)")
+    loss: str = option("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
+    topk: int = option(10, "how many of the target's most likely tokens the topk terms see")
     decay: float = option(0.8, "step k weighs decay ** k")
+    step_weights: str = option(None, "instead: a weight for each step, e.g. 0.5,0.3,0.2")
+    rollout: str = option("data", "later steps embed the data, or drafted tokens", choices=["data", "draft"])
     steps: int = option(120, "optimizer steps")
     batch_size: int = option(8, "rows per optimizer step, over all ranks")
     micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
@@ -1399,12 +1438,12 @@ class TrainConfig(ModelOptions):
     save_every: int = option(100, "save the training state every N steps (and at the end)")
     keep: int = option(2, "training states kept")
     log_every: int = option(10, "steps per line of metrics.jsonl")
-    resume: str = option(None, "auto: from OUT's newest state, if any; never; or a checkpoints/step-N; "
-                         "default: auto when torchrun restarts a run, else never")
+    resume: str = option(None, "auto, never or a checkpoints/step-N; default: auto if torchrun restarts it")
 
 @dataclass
 class EvalConfig(ModelOptions):
     draft: str = option(None, "draft directory")
+    recycle: str = option(None, "post or pre; default: the draft's, post for both", choices=["post", "pre"])
     data: list = option(None, "held-out files, .txt or .jsonl; default: the demo's")
     backend: str = option("sdpa", "attention", choices=["sdpa", "fa", "auto"], also="--attention-backend")
     ttt_length: int = option(None, "draft steps evaluated; default: the draft's")
@@ -1423,6 +1462,9 @@ class DataConfig(ModelOptions):
 @dataclass
 class GenerateConfig(ModelOptions):
     draft: str = option(None, "draft directory")
+    recycle: str = option(None, "post or pre; default: the draft's, post for both", choices=["post", "pre"])
+    temperature: float = option(0.0, "of sampling; 0: greedy decoding")
+    draft_sampling: str = option("greedy", "how drafts are drawn", choices=["greedy", "probabilistic"])
     prompt: str = option(None, "text to continue")
     chat: bool = option(False, "put the prompt through the tokenizer's chat template")
     max_new_tokens: int = option(128, "length limit of the answer")
@@ -1431,17 +1473,17 @@ class GenerateConfig(ModelOptions):
 def check_train_config(cfg):
     """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
     for name in ("ttt_length", "steps", "batch_size", "micro_batch_size", "eval_rows", "save_every", "keep",
-                 "log_every"):
+                 "log_every", "topk"):
         value = getattr(cfg, name)
         require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
-    require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts at every "
-            f"step; give --ttt-length + 2 = {cfg.ttt_length + 2} or more")
-    require(cfg.target or not cfg.data, "--data without --target: the demo's target knows only its own text; "
-            "give --target DIR")
+    require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts: raise it")
+    require(cfg.target or not cfg.data, "--data without --target, which is the demo's: give --target DIR")
     require(cfg.data or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
     require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
-    require(min(cfg.ce_weight, cfg.kl_weight) >= 0 and cfg.ce_weight + cfg.kl_weight > 0, f"--ce-weight "
-            f"{cfg.ce_weight} --kl-weight {cfg.kl_weight}: neither may be negative, one must be positive")
+    parse_loss(cfg.loss)
+    weights, K = cfg.step_weights and [float(x) for x in cfg.step_weights.split(",")], cfg.ttt_length
+    require(not weights or len(weights) == K and min(weights) >= 0 < sum(weights), f"--step-weights "
+            f"{cfg.step_weights}: expected {K} numbers, none negative, not all 0")
     require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
     restarted, held = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), saved_states(cfg.out)
     resume = cfg.resume or ("auto" if restarted else "never")
@@ -1449,7 +1491,7 @@ def check_train_config(cfg):
             "complete training state: give auto, never or OUT/checkpoints/step-N")
     require(not held or resume != "never" or cfg.out == TrainConfig.out, f"--out {cfg.out} holds training "
             "states: add --resume auto to continue that run, or give another --out")
-    return replace(cfg, resume=resume)
+    return replace(cfg, resume=resume, step_weights=weights)
 
 def choose_backend(name, device, dtype):
     """`name`, or what "auto" stands for here (announced). A backend that cannot run is a ValueError."""
@@ -1476,7 +1518,8 @@ class Run:
     """What training and evaluation share: draft, target, ranks, and how batches and the loss are taken."""
     def __init__(self, model, target, cfg, ranks, backend):
         self.model, self.target, self.cfg, self.ranks = model, target, cfg, ranks
-        names = ("ttt_length", "ce_weight", "kl_weight", "decay", "recycle", "zero_first_embedding")
+        names = ("ttt_length", "loss", "topk", "decay", "step_weights", "recycle", "zero_first_embedding",
+                 "rollout")
         self.loss = partial(ttt_loss, model, backend=backend, group=ranks.group,
                             **{name: getattr(cfg, name) for name in names})
 
@@ -1491,37 +1534,39 @@ class Run:
             yield make_batch(part, length, self.target, ranks.device)
 
     def tally(self, out=None):
-        """[5, K] float64 sums: CE, KL, right, counted, prefix hits; zeros without `out`."""
+        """[8, K] sums: CE, KL, right, counted, prefix hits, TV, sampled, greedy; 0 where not measured."""
         if out is None:
-            return torch.zeros(5, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
-        n = out.count.double()
-        return torch.stack([out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double()])
+            return torch.zeros(8, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
+        n, chances = out.count.double(), [x for x in (out.tv, out.sampled, out.greedy) if x is not None]
+        sums = [out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double(), *(x * n for x in chances)]
+        return F.pad(torch.stack(sums), (0, 0, 0, 8 - len(sums)))
 
     def gradients(self, rows):
-        """Forward and backward of an optimizer step, gradients summed over all ranks, never averaged. Returns
-        tally [5, K] and expert load [E], over all ranks, and names of samples whose states are not finite."""
+        """Gradients, summed over all ranks. Returns loss, tally, expert load, names of samples not finite."""
         batches, tally, sp = list(self.batches(rows)), self.tally(), self.ranks.sp
-        counts, load = tally[0].long(), tally.new_zeros(self.model.config.n_routed_experts).long()
+        K, E, loss = self.cfg.ttt_length, self.model.config.n_routed_experts, tally.new_zeros(())
+        counts, load = tally.new_zeros(K + 1).long(), tally.new_zeros(E).long()
         for (ids, _, mask, docs), _ in batches:
-            counts += valid_counts(mask, docs, len(counts), batch=ids.shape[0], length=ids.shape[1])
+            counts += valid_counts(mask, docs, K, batch=ids.shape[0], length=ids.shape[1])
         counts = all_sum(counts) // sp  # the ranks of a group count the same rows
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p)  # a rank without rows takes part, too
         for batch, _ in batches:
             out = self.loss(*batch, counts=counts)
             out.loss.backward()
-            tally, load = tally + self.tally(out), load + out.expert_load
+            loss, tally, load = loss + out.loss.detach(), tally + self.tally(out), load + out.expert_load
         for p in self.model.parameters():
             all_sum(p.grad)
-        return all_sum(tally) / sp, all_sum(load) // sp, [name for _, bad in batches for name in bad]
+        return all_sum(loss), all_sum(tally) / sp, all_sum(load) // sp, sum((bad for _, bad in batches), [])
 
     @torch.no_grad()
     def evaluate(self, rows):
-        """Acceptance over `rows`; sums over all of them first, one division at the end. A dict: ce, kl, acc,
-        walk (lists [K]), accept_len (of all counted rows), accept_len_walk (of serving's rounds), rows."""
+        """Acceptance over `rows`: means' dict, walk (list [K]), accept_len_walk (serving's rounds), rows."""
         tally, rounds = self.tally(), self.tally().new_zeros(self.cfg.ttt_length + 1)
+        post = self.cfg.recycle != "pre"  # both is evaluated as post
+        options = dict(rollout="data", recycle="post" if post else "pre", measure=True)
         for (ids, hidden, mask, docs), _ in self.batches(rows):
-            out = self.loss(ids, hidden, mask, docs)
+            out = self.loss(ids, hidden, mask, docs, **options)
             tally += self.tally(out)
             rounds += walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(rounds.device)
         (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
@@ -1542,15 +1587,15 @@ class Run:
                 file.write(json.dumps(line) + "\n")
 
 def means(tally):
-    ce, kl, acc, _, prefix = tally / tally[3].clamp(min=1)
-    return {"ce": ce.tolist(), "kl": kl.tolist(), "acc": acc.tolist(), "accept_len": 1 + prefix.sum().item()}
+    """ce, kl, acc, tv (lists [K]), accept_len, and that of a target that samples, of a tally [5 or 8, K]."""
+    names = "ce", "kl", "acc", "count", "accept_len", "tv", "accept_len_sampled", "accept_len_greedy"
+    found = dict(zip(names, (tally / tally[3].clamp(min=1)).tolist()))
+    return {name: 1 + sum(x) if "len" in name else x for name, x in found.items() if name != "count"}
 
 def walk(hits, loss_mask, docs):
     """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text in turn.
-
-    hits (K, B, T): token k drafted from row t is the target's. A text is a maximal run of unmasked tokens;
-    its first comes from the prefill, so the first root is the row before it; after n accepted tokens the next
-    root is n + 1 rows on."""
+    hits (K, B, T): token k drafted from row t is the target's. A text is a maximal run of unmasked tokens,
+    the first root the row before it; after n accepted tokens the next root is n + 1 rows on."""
     accepted, total = hits.long().cumprod(0).sum(0).tolist(), torch.zeros(len(hits) + 1, dtype=torch.float64)
     for at in Documents(docs.run.masked_fill(loss_mask == 0, -1), *docs.run.shape, docs.run.device).segments:
         b, start, stop = at[0].start, at[1].start, at[1].stop
@@ -1564,12 +1609,11 @@ def walk(hits, loss_mask, docs):
 
 def acceptance_table(results):
     """Text of a table of {label: Run.evaluate's result}."""
-    steps = range(len(next(iter(results.values()))["acc"]))
-    lines = [" " * 8 + "".join(f"   acc_{k}" for k in steps) + "  accept_len  accept_len_walk"]
+    lengths, lines = ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy"), []
     for label, row in results.items():
-        lines.append(f"{label:8}" + "".join(f"{a:8.3f}" for a in row["acc"])
-                     + f"{row['accept_len']:12.3f}{row['accept_len_walk']:17.3f}")
-    return "\n".join(lines)
+        figures = {f"acc_{k}": x for k, x in enumerate(row["acc"])} | {name: row[name] for name in lengths}
+        lines.append(f"{label:8}" + "".join(f"{x:{len(name) + 2}.3f}" for name, x in figures.items()))
+    return "\n".join([" " * 8 + "".join(f"  {name}" for name in figures), *lines])
 
 def open_target(cfg, ranks):
     """The target of --target, else the demo's, which rank 0 builds in the first run."""
@@ -1586,8 +1630,7 @@ def open_target(cfg, ranks):
 def make_draft(cfg, target, ranks):
     """(model, "warm" or "scratch"): the draft on its device, with the target's embedding and head."""
     prefix = mtp_prefix(target.config, target.checkpoint.files)
-    require(prefix or cfg.init != "warm", f"--init warm, but {target.path} has no MTP layer, "
-            f"layer {target.config['num_hidden_layers']}. --init scratch trains a new one")
+    require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
     init = "warm" if prefix and cfg.init != "scratch" else "scratch"
     model = MTP(target.draft_config).to(target.lm_head.dtype)
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
@@ -1616,18 +1659,15 @@ def spread(rows, most):
     return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
 
 def train(cfg):
-    """Train a draft. Writes OUT/model.safetensors, config.json, metrics.jsonl and checkpoints/; returns the
-    evaluations {"before": .., "after": ..}."""
+    """Train a draft, written to OUT; returns the evaluations {"before": .., "after": ..}."""
     cfg = check_train_config(cfg)
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(cfg, ranks)
     shape = target.draft_config
     H, longest = shape.num_attention_heads, shape.max_position_embeddings
-    require(cfg.seq_len <= longest, f"--seq-len {cfg.seq_len} exceeds the target's max_position_embeddings "
-            f"{longest}")
-    require(H % ranks.sp == 0, f"--backend usp: {ranks.sp} ranks do not divide {H} attention heads; give "
-            f"--sp {math.gcd(H, ranks.sp)}")
+    require(cfg.seq_len <= longest, f"--seq-len exceeds the target's max_position_embeddings {longest}")
+    require(H % ranks.sp == 0, f"--sp {ranks.sp} does not divide {H} heads; give {math.gcd(H, ranks.sp)}")
     backend = choose_backend(cfg.backend, ranks.device, target.lm_head.dtype)
     rows, held = read_rows(cfg, target)
     model, init = make_draft(cfg, target, ranks)
@@ -1669,22 +1709,22 @@ def start_or_resume(run, optimizer):
     return progress
 
 def train_loop(run, optimizer, progress, rows, held):
-    """Optimizer steps until cfg.steps; saves, logs and evaluates on the way. Returns the signal that ended it
-    early, after the step in progress and with its state saved, or None."""
+    """Optimizer steps until cfg.steps; logs, evaluates, saves. Returns a signal that ended it, or None."""
     from tqdm import tqdm
     cfg, model, signals = run.cfg, run.model, []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
     bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", unit="step",
                disable=run.ranks.rank > 0)
-    clock, tokens, tally = time.perf_counter(), 0, run.tally()
+    clock, tokens, tally, losses = time.perf_counter(), 0, run.tally(), []
     while progress["step"] < cfg.steps:
         step = int(progress["step"])
         batch = [rows[shuffled(len(rows), cfg.seed, i // len(rows))[i % len(rows)]]
                  for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
-        step_tally, load, bad = run.gradients(batch)
+        loss, step_tally, load, bad = run.gradients(batch)
         norm = torch.stack([p.grad.to(fp32(p.dtype)).norm() for p in model.parameters()]).norm().item()
-        broken, stop = any_rank(run.ranks, not math.isfinite(norm + step_tally.sum()), signals)
+        flags = torch.tensor([not math.isfinite(norm + loss + step_tally.sum()), len(signals) > 0])
+        broken, stop = (all_sum(flags.float().to(run.ranks.device)) > 0).tolist()  # the same on all ranks
         lr = learning_rate(step, cfg)
         if broken:
             skip_step(run, progress, bad or [sample.name for row in batch for sample in row])
@@ -1692,19 +1732,27 @@ def train_loop(run, optimizer, progress, rows, held):
             optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
             if cfg.balance_rate:  # else not even re-centred
                 balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
-            progress["skipped_in_a_row"], tally = 0, tally + step_tally
+            progress["skipped_in_a_row"], tally, losses = 0, tally + step_tally, losses + [loss]
         progress["step"], tokens = step + 1, tokens + sum(len(s.input_ids) for row in batch for s in row)
         last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
         if due(cfg.log_every) or last:
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            line = dict(grad_norm=norm, lr=lr, tokens_per_second=tokens / seconds,
-                        top_expert_share=(load.max() / load.sum().clamp(min=1)).item(),
-                        skipped=int(progress["skipped"]))
-            bar.set_postfix(log_step(run, step + 1, tally, line), refresh=False)
-            tokens, tally = 0, run.tally()
+            line = dict(loss=float(sum(losses)) / max(1, len(losses)), grad_norm=norm, lr=lr,
+                        tokens_per_second=tokens / seconds, skipped=int(progress["skipped"]),
+                        top_expert_share=(load.max() / load.sum().clamp(min=1)).item())
+            found = means(tally[:5])
+            run.append({"step": step + 1, **found, **line})
+            bar.set_postfix(loss=f"{line['loss']:.3f}", accept_len=f"{found['accept_len']:.2f}",
+                            tokens_per_second=f"{line['tokens_per_second']:.0f}", refresh=False)
+            tokens, tally, losses = 0, run.tally(), []
         bar.update()
         if due(cfg.eval_every):
-            keep_best(run, progress, held)
+            result = run.evaluate(held)
+            say(acceptance_table({f"{step + 1}": result}))
+            run.append({"step": step + 1, "eval": result})
+            if result["accept_len"] > progress["best"]:
+                progress["best"] = result["accept_len"]
+                run.write_draft(Path(cfg.out) / "best")
         if due(cfg.save_every) or last or stop:
             save_state(cfg, model, optimizer, progress, run.ranks)
             run.write_draft(cfg.out)
@@ -1713,10 +1761,6 @@ def train_loop(run, optimizer, progress, rows, held):
             return (signals or ["a signal to another rank"])[0]
     bar.close()
 
-def any_rank(ranks, *flags):
-    """Each flag: is it set on any rank? All ranks get the same answer."""
-    return (all_sum(torch.tensor([bool(flag) for flag in flags], device=ranks.device).float()) > 0).tolist()
-
 def skip_step(run, progress, names):
     """Count a step whose loss or gradient is not finite and name its samples; ten in a row are an error."""
     progress["skipped"] += 1
@@ -1724,57 +1768,53 @@ def skip_step(run, progress, names):
     shown = ", ".join(names[:4]) + (", .." if len(names) > 4 else "")
     say(f"step {progress['step'] + 1:.0f} skipped, its loss or gradient is not finite: {shown}")
     run.append({"step": int(progress["step"]) + 1, "skipped_samples": names})
-    require(progress["skipped_in_a_row"] < 10, "ten steps in a row had a loss or gradient not finite, "
-            f"the last with {shown}; lower --lr, or remove those samples")
-
-def keep_best(run, progress, held):
-    """Evaluate; the draft of the best accept_len so far goes to OUT/best."""
-    result = run.evaluate(held)
-    say(acceptance_table({f"{progress['step']:.0f}": result}))
-    run.append({"step": int(progress["step"]), "eval": result})
-    if result["accept_len"] > progress["best"]:
-        progress["best"] = result["accept_len"]
-        run.write_draft(Path(run.cfg.out) / "best")
-
-def log_step(run, step, tally, line):
-    """A line of metrics.jsonl, means over the steps since the last; returns the progress bar's figures."""
-    cfg, found = run.cfg, means(tally)
-    weight = [cfg.decay ** k for k in range(cfg.ttt_length)]
-    loss = sum(w * (cfg.ce_weight * ce + cfg.kl_weight * kl) for w, ce, kl in
-               zip(weight, found["ce"], found["kl"])) / sum(weight)
-    run.append({"step": step, "loss": loss, **found, **line})
-    return {"loss": f"{loss:.3f}", "accept_len": f"{found['accept_len']:.2f}",
-            "tok/s": f"{line['tokens_per_second']:.0f}"}
+    require(progress["skipped_in_a_row"] < 10, "ten steps in a row were skipped: lower --lr")
 
 # ---- Speculative decoding ----------------------------------------------------------------------------------
 
 class Drafter:
     """Drafting as engines do it: a cache of draft keys for the verified prefix, rewritten from the target's
     true hidden states after every verification, and one appended key per drafted token."""
-    def __init__(self, model, recycle="post", zero_first_embedding=False):
+    def __init__(self, model, recycle="post", zero_first_embedding=False, temperature=0.0):
         self.model, self.recycle, self.zero_first = model, recycle, zero_first_embedding
-        self.past_k, self.past_v = [], []
+        self.past_k, self.past_v, self.temperature = [], [], temperature
 
     def rows(self, tokens, hidden, start):
-        """Run rows start..; tokens: those one position on; hidden (1, n, C). Returns the last row's n and
-        what it recycles, each (1, 1, C)."""
+        """Run rows start.. of hidden (1, n, C), tokens one on; the last row's n and what it recycles."""
         positions = torch.arange(start, start + len(tokens), device=hidden.device)[None]
         embeds = self.model.embed(torch.tensor([tokens], device=hidden.device))
         if self.zero_first:
             embeds = embeds.masked_fill((positions == 0)[..., None], 0)
         n, r, self.past_k, self.past_v, _ = self.model(
             embeds, hidden.to(embeds.dtype), positions, self.past_k, self.past_v, None, attend_decode)
-        return n[:, -1:], (n if self.recycle == "post" else r)[:, -1:]
+        return n[:, -1:], (r if self.recycle == "pre" else n)[:, -1:]
 
     def draft(self, tokens, hidden, start, K):
-        """K greedy tokens after `tokens`, the verified ones from position start + 1; hidden: from `start`."""
+        """K tokens, drawn from q, after `tokens`, verified, from position start + 1; hidden: from `start`."""
         self.past_k, self.past_v = ([x[:, :start] for x in past] for past in (self.past_k, self.past_v))
-        drafted, (n, g) = [], self.rows(tokens, hidden, start)
+        drafted, self.q, (n, g) = [], [], self.rows(tokens, hidden, start)
         while True:
-            drafted.append(self.model.logits(n).argmax(-1).item())
+            self.q.append(distribution(self.model.logits(n)[0], self.temperature))
+            drafted.append(self.q[-1].multinomial(1).item())
             if len(drafted) == K:
                 return drafted
             n, g = self.rows(drafted[-1:], g, start + len(tokens) + len(drafted) - 1)
+
+def distribution(logits, temperature):
+    """Of logits (N, V): what tokens are drawn from; temperature 0 is greedy, onehot(argmax)."""
+    if temperature:
+        return (logits.float() / temperature).softmax(-1)
+    return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+
+def verify(p, q, drafted):
+    """How many drafted tokens stand, and the token after them, all as if drawn from p (K + 1, V). Token x, of
+    q (K, V), stands with chance min(1, p[x] / q[x]); the first that falls is replaced by one of the positive
+    part of p - q (Leviathan et al. 2023). One-hot p and q: greedy decoding."""
+    at = torch.tensor(drafted, dtype=torch.long, device=p.device)[:, None]
+    stands = torch.rand(at.shape, device=p.device) * q.gather(1, at) < p[:-1].gather(1, at)
+    n = int(stands.cumprod(0).sum())
+    rest = (p[n] - q[n]).clamp(min=0) if n < len(drafted) else p[n]
+    return n, (rest if rest.any() else p[n]).multinomial(1).item()
 
 class Decoding(NamedTuple):
     ids: list       # prompt and all verified tokens, to the end of the last round
@@ -1784,8 +1824,8 @@ class Decoding(NamedTuple):
     seconds: float
 
 @torch.no_grad()
-def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=()):
-    """Greedy decoding of `prompt` (token ids), K drafted tokens verified per round; K = 0: plain."""
+def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=(), temperature=0.0):
+    """Greedy decoding or sampling after `prompt` (ids), K drafted tokens verified per round; K = 0: plain."""
     from transformers import DynamicCache
     device, began = target.model.device, time.perf_counter()
     past, tokens, drafted, start = DynamicCache(config=target.model.config), list(prompt), [], 0
@@ -1797,13 +1837,12 @@ def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=()):
             torch.tensor([new], device=device), position_ids=positions, use_cache=True,
             **{target.cache_name: past}).last_hidden_state.to(target.device)
         logits = F.linear(hidden[0, -len(drafted) - 1:].to(target.lm_head.dtype), target.lm_head)
-        best, n = logits.argmax(-1).tolist(), 0
-        while n < len(drafted) and drafted[n] == best[n]:
-            n += 1
+        p = distribution(logits, temperature)
+        n, token = verify(p, torch.cat(drafter.q) if drafted else p, drafted)
         rounds += [n] if drafted else []
         margins += [(a, a - b) for a, b in logits[:n + 1].float().topk(2).values.tolist()]
         past.crop(n - len(drafted))  # negative: forgets the refused ones
-        tokens += best[:n + 1]
+        tokens += drafted[:n] + [token]
         answer = tokens[len(prompt):]
         ends = [i for i, token in enumerate(answer) if token in eos]
         if ends or len(answer) >= max_new_tokens:
@@ -1817,14 +1856,10 @@ def open_draft(cfg):
     """(model with its target set, target, draft's config.json); another target than its own is refused."""
     require(cfg.draft, "--draft DIR is missing: a directory that training wrote, e.g. runs/demo")
     model, meta = load_draft(cfg.draft)
-    if not cfg.target and not os.path.isdir(meta["target"]):
-        raise FileNotFoundError(f"the draft's target {meta['target']} is gone; give --target DIR")
     target = open_target(replace(cfg, target=cfg.target or meta["target"]), start_ranks(cfg.device))
-    expected = meta["target_config_sha256"]
-    require(target.sha256 == expected, f"{cfg.draft} was trained for another target: config.json "
-            f"of {target.path} has sha256 {target.sha256[:12]}.., expected {expected[:12]}..")
+    require(target.sha256 == meta["target_config_sha256"], f"{cfg.draft} was trained for another target")
     model.to(target.device).set_target(target.embed, target.lm_head)
-    return model, target, meta
+    return model, target, {**meta, "recycle": cfg.recycle or meta["recycle"]}
 
 def evaluate_command(cfg):
     """Print the acceptance table of a draft on held-out text."""
@@ -1841,25 +1876,28 @@ def evaluate_command(cfg):
     say(f"walk: accepted per position {per_position}; {result['rows']:,} rows counted")
 
 def generate_command(cfg):
-    """Continue a prompt by speculative and by plain greedy decoding; compare tokens and time."""
-    require(cfg.prompt, "--prompt TEXT is missing")
+    """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy) and time."""
+    require(cfg.prompt and cfg.temperature >= 0, "--prompt TEXT is missing, or --temperature is below 0")
     model, target, meta = open_draft(cfg)
     K, tokenizer, length = cfg.ttt_length or meta["ttt_length"], target.tokenizer, cfg.max_new_tokens
     ids = tokenizer(cfg.prompt)["input_ids"] if not cfg.chat else tokenizer.apply_chat_template(
         [{"role": "user", "content": cfg.prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
     room = target.draft_config.max_position_embeddings - length - K
-    require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; with --max-new-tokens {length} the "
-            f"target takes 1 to {room}")
+    require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; --max-new-tokens leaves 1 to {room}")
     eos = getattr(target.model.generation_config, "eos_token_id", None)
     eos = eos if isinstance(eos, list) else [eos]
-    plain = decode(target, ids, length, eos=eos)
-    fast = decode(target, ids, length, Drafter(model, meta["recycle"], meta["zero_first_embedding"]), K, eos)
+    drafter = Drafter(model, meta["recycle"], meta["zero_first_embedding"],
+                      cfg.temperature if cfg.draft_sampling == "probabilistic" else 0.0)
+    plain = decode(target, ids, length, eos=eos, temperature=cfg.temperature)
+    fast = decode(target, ids, length, drafter, K, eos, cfg.temperature)
     rounds = max(1, len(fast.rounds))
     per_position = " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K))
     speeds = [len(x.answer) / x.seconds for x in (fast, plain)]
     print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
           f"over {len(fast.rounds)} rounds; accepted per position {per_position}\n"
           f"tokens/s: {speeds[0]:.1f} with drafting, {speeds[1]:.1f} without")
+    if cfg.temperature:
+        return print(f"sampled at temperature {cfg.temperature} with {cfg.draft_sampling} drafts")
     check_lossless(plain, fast, target.lm_head.dtype)
 
 def check_lossless(plain, fast, dtype):
@@ -1932,9 +1970,8 @@ def parse(command, arguments):
 
 def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
-    named = arguments[:1] and arguments[0] in COMMANDS
-    command = arguments[0] if named else "train"
-    cfg = parse(command, arguments[1:] if named else arguments)
+    command, *rest = arguments if arguments and arguments[0] in COMMANDS else ["train", *arguments]
+    cfg = parse(command, rest)
     try:
         COMMANDS[command][1](cfg)
     except (ValueError, OSError) as error:

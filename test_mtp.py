@@ -5,6 +5,7 @@
     pytest -q -m serve                     the real engine; MTP_VLLM_PYTHON names its environment's python
     python test_mtp.py --bench [TABLE ..]  the README's tables of speed and memory: moe merge loss step
     python test_mtp.py --parity            the README's table of largest differences
+    python test_mtp.py --objectives [N]    every objective of --loss, N steps on the demo target
     python test_mtp.py --gpu [gpu.json]    on a GPU: checks, compute-sanitizer, timings against floors
 
 References are independent of the code under test: a loop over single rows in float64, transformers' own
@@ -94,6 +95,8 @@ def run(model, *batch, **options):
 def assert_same(a, b, **tolerance):
     """Two results of run() agree: the loss, every figure, every gradient."""
     for name, x, y in zip(mtp.TTTOutput._fields, a[0], b[0]):
+        if x is None and y is None:
+            continue
         if name == "hits":  # padding on the right hits nothing
             x, y = (F.pad(z, (0, max(a[0].hits.shape[2], b[0].hits.shape[2]) - z.shape[2])) for z in (x, y))
         torch.testing.assert_close(x, y, **tolerance, check_dtype=False, msg=lambda m: f"{name}: {m}")
@@ -115,7 +118,7 @@ class Spy:
         monkeypatch.setattr(mtp, "ChunkedLoss", self)
 
     def apply(self, *args):
-        self.valid, self.ns = args[2], args[6:]
+        self.valid, self.tokens, self.ns = args[2], args[6], args[8:]
         return self.real.apply(*args)
 
 
@@ -193,48 +196,76 @@ def documents(doc_ids):
     return [(b, rows) for b, doc, rows in found if doc >= 0]
 
 
+def naive_terms(teacher, z, token, topk):
+    """{term: (..)}, 1 - TV, p[argmax q], of whole logits (.., V) of teacher and draft, data tokens (..)."""
+    log_p, log_q = teacher.log_softmax(-1), z.log_softmax(-1)
+    kl = F.kl_div(log_q, log_p, log_target=True, reduction="none")
+    top = teacher.topk(min(topk, z.shape[-1])).indices
+    inside = F.kl_div(z.gather(-1, top).log_softmax(-1), teacher.gather(-1, top).log_softmax(-1),
+                      log_target=True, reduction="none")
+    tv = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    lam = torch.exp(-3.0 * (1 - tv)).detach()
+    terms = dict(ce=-log_q.gather(-1, teacher.argmax(-1, keepdim=True))[..., 0],
+                 ce_data=-log_q.gather(-1, token[..., None])[..., 0], kl=kl.sum(-1), topk_kl=inside.sum(-1),
+                 topk_kl_full=kl.gather(-1, top).sum(-1), tv=tv, lk=lam * kl.sum(-1) + (1 - lam) * tv,
+                 neglog=-torch.minimum(log_p, log_q).exp().sum(-1).log())
+    return terms, 1 - tv, log_p.exp().gather(-1, z.argmax(-1, keepdim=True))[..., 0]
+
+
 def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, ce_weight=1.0, kl_weight=1.0,
-              decay=0.8, recycle="post", zero_first_embedding=False):
-    """ttt_loss, one row and one step at a time, straight from the definition. Same results as run()."""
+              decay=0.8, recycle="post", zero_first_embedding=False, loss=None, topk=10, step_weights=None,
+              rollout="data", measure=False, post=None):
+    """ttt_loss, one row and one step at a time, straight from the definition. Same results as run(). post
+    (B, T): what recycle both drew."""
     cfg, K = model.config, ttt_length
+    w = {"ce": ce_weight, "kl": kl_weight} if loss is None else mtp.parse_loss(loss)
     p = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mask = torch.ones_like(ids) if mask is None else mask
-    ce, kl, right, count, prefix = ([0.0] * K for _ in range(5))
-    hits = torch.zeros(K, *ids.shape, dtype=torch.bool)
+    ce, kl, right, count, prefix, tv, sampled, greedy, total = ([0.0] * K for _ in range(9))
+    hits, lost, whole = torch.zeros(K, *ids.shape, dtype=torch.bool), 0.0, 0
     load = torch.zeros(cfg.n_routed_experts, dtype=torch.long)
     for b, rows in documents(torch.zeros_like(ids) if doc_ids is None else doc_ids):
         x, h = ids[b, rows], hidden[b, rows]
         root_k, root_v = [], []
         for t in range(len(rows) - 1):
-            g, keys, values, all_right = h[t], root_k, root_v, True
+            g, keys, values, all_right, a, sure, counted = h[t], root_k, root_v, True, [], [], 0
             for k in range(min(K, len(rows) - 1 - t)):
-                e = model.embed_weight[x[t + 1 + k]] * (not (zero_first_embedding and t + k == 0))
+                token = x[t + 1 + k] if k == 0 or rollout == "data" else logits.argmax()
+                e = model.embed_weight[token] * (not (zero_first_embedding and t + k == 0))
                 n, r, chosen, keys, values = naive_step(e, g, t + k, keys, values, p, cfg)
                 if k == 0:
                     root_k, root_v = keys, values
                 load[chosen] += 1
-                g = n if recycle == "post" else r
+                fed = recycle if post is None or recycle != "both" else ("pre", "post")[int(post[b, rows[t]])]
+                g, logits = n if fed == "post" else r, model.lm_head_weight @ n
                 if t + 2 + k >= len(rows):
                     continue
-                teacher, logits = model.lm_head_weight @ h[t + 1 + k], model.lm_head_weight @ n
+                teacher = model.lm_head_weight @ h[t + 1 + k]
                 is_right = int(teacher.argmax() == logits.argmax())
                 all_right = all_right and is_right
+                terms, chance, best = naive_terms(teacher, logits, x[t + 2 + k], topk)
+                a, sure = a + [chance], sure + [best]
                 if mask[b, rows[t + 2 + k]] != 0:
+                    counted += 1
                     count[k] += 1
                     right[k] += is_right
                     prefix[k] += int(all_right)
                     hits[k, b, rows[t]] = bool(is_right)
-                    log_q, log_p = logits.log_softmax(0), teacher.log_softmax(0)
-                    ce[k] = ce[k] - log_q[teacher.argmax()]
-                    kl[k] = kl[k] + (log_p.exp() * (log_p - log_q)).sum()
-    ce, kl, right = ([x[k] / max(count[k], 1) for k in range(K)] for x in (ce, kl, right))
-    weight = [decay ** k / sum(decay ** j for j in range(K)) for k in range(K)]
-    loss = sum(w * (ce_weight * c + kl_weight * l) for w, c, l in zip(weight, ce, kl))
+                    ce[k], kl[k], tv[k] = ce[k] + terms["ce"], kl[k] + terms["kl"], tv[k] + terms["tv"]
+                    sampled[k], greedy[k] = sampled[k] + math.prod(a), greedy[k] + math.prod(sure)
+                    total[k] = total[k] + sum(w[name] * terms[name] for name in w if name != "e2e")
+            if counted == K:
+                lost, whole = lost + 1 - sum(math.prod(a[:j + 1]) for j in range(K)) / K, whole + 1
+    ce, kl, right, tv, sampled, greedy, total = ([x[k] / max(count[k], 1) for k in range(K)]
+                                                 for x in (ce, kl, right, tv, sampled, greedy, total))
+    weight = step_weights or [decay ** k for k in range(K)]
+    loss = sum(u * x for u, x in zip(weight, total)) / sum(weight) + w.get("e2e", 0) * lost / max(whole, 1)
     names = [name for name, _ in model.named_parameters()]
     grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
     figures = [torch.tensor([v.item() if torch.is_tensor(v) else v for v in x], dtype=torch.float64)
-               for x in (ce, kl, right, count, prefix)]
-    return mtp.TTTOutput(loss.detach(), *figures, load, hits), dict(zip(names, grads))
+               for x in (ce, kl, right, count, prefix, tv, sampled, greedy)]
+    out = mtp.TTTOutput(loss.detach(), *figures[:5], load, hits, *figures[5:8 if measure else 5])
+    return out, dict(zip(names, grads))
 
 
 # ---- The file itself ---------------------------------------------------------------------------------------
@@ -523,7 +554,9 @@ def test_wrong_input_is_named():
             (dict(loss_mask=mask[:1]), r"loss_mask.*\(2, 14\)"),
             (dict(doc_ids=doc[:, 1:]), r"doc_ids.*\(2, 14\)"),
             (dict(backend="flash"), "'flash'.*sdpa, fa, usp"), (dict(backend="fa", group=object()), "group"),
-            (dict(backend="usp"), "torchrun"), (dict(recycle="mid"), "'mid'"),
+            (dict(backend="usp"), "torchrun"), (dict(recycle="mid"), "'mid'"), (dict(rollout="own"), "'own'"),
+            (dict(step_weights=[1, 2]), "3 step_weights"), (dict(counts=torch.ones(3)), "4 counts"),
+            (dict(loss="kll"), "'kll' is no sum"),
             (dict(ttt_length=0), "ttt_length 0")):
         with pytest.raises(ValueError, match=says):
             mtp.ttt_loss(model, **{**dict(input_ids=ids, hidden_states=hidden), **change})
@@ -799,6 +832,28 @@ def test_ttt_loss_equals_the_row_by_row_reference(case, backend):
     assert_same(run(model, ids, hidden, mask, doc, backend=backend, **options), expected, **EXACT)
 
 
+EVERY = "+".join(f"{name}:{0.3 + i / 10:.1f}" for i, name in enumerate(mtp.LOSS_TERMS))
+OBJECTIVES = [
+    dict(loss=EVERY, topk=4, measure=True), dict(loss="e2e", step_weights=[0.2, 0.0, 3.0], rollout="draft"),
+    dict(loss="lk+ce_data:0.5", step_weights=[0.5, 0.3, 0.2], rollout="draft", recycle="pre", measure=True),
+    dict(loss="neglog", recycle="both", rollout="draft"),
+    dict(loss="tv", ttt_length=5, recycle="both", decay=1.0)]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("case", range(len(OBJECTIVES)))
+def test_objectives_equal_the_row_by_row_reference(case, backend):
+    """Terms, step weights, rollout of the draft's own tokens, a drawn recycle; packed and masked."""
+    model, options = toy_draft(**SHAPES[case % 3]), OBJECTIVES[case]
+    batch = toy_batch(model, T=18)
+    torch.manual_seed(5)
+    post = torch.rand(2, 18) < 0.5
+    expected = naive_ttt(model, *batch, post=post, **options)
+    assert expected[0].count.min() > 1 and (case or expected[0].prefix_hits.max() > 0)
+    torch.manual_seed(5)
+    assert_same(run(model, *batch, backend=backend, **options), expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "fa"])
 @pytest.mark.parametrize("recycle, zero_first", [("post", False), ("pre", True)])
 def test_training_computes_what_serving_computes(backend, recycle, zero_first, monkeypatch):
@@ -906,9 +961,9 @@ def test_one_unmasked_token_trains_exactly_its_rows(m, monkeypatch):
     out, _ = run(model, ids, hidden, mask, ttt_length=3)
     assert out.count.tolist() == [1, 1 if m > 2 else 0, 1 if m > 3 else 0]
     ns = [n.detach().requires_grad_() for n in spy.ns]
-    one = torch.ones(3, dtype=torch.float64)
-    loss, *_ = spy.real.apply(
-        model.lm_head_weight, F.pad(hidden, (0, 0, 0, 3)), spy.valid, one, 1.0, 1.0, *ns)
+    one = torch.ones(4, dtype=torch.float64)
+    loss, *_ = spy.real.apply(model.lm_head_weight, F.pad(hidden, (0, 0, 0, 3)), spy.valid, one,
+                              {"ce": 1.0, "kl": 1.0}, 10, spy.tokens, False, *ns)
     for k, grad in enumerate(torch.autograd.grad(loss, ns)):
         rows = (grad.abs().sum(-1) > 0).nonzero().tolist()
         assert rows == ([[0, m - 2 - k]] if m - 2 - k >= 0 else [])
@@ -988,13 +1043,14 @@ def test_valid_counts():
     ids = torch.zeros(2, 14).long()
     mask = torch.rand(2, 14, generator=torch.Generator().manual_seed(0)) > 0.4
     for doc in (None, toy_batch(toy_draft())[3]):
-        expected = [0] * 4
+        expected = [0] * 5
         for b, rows in documents(ids if doc is None else doc):
             for k in range(4):
                 expected[k] += sum(int(mask[b, rows[i]]) for i in range(k + 2, len(rows)))
+            expected[4] += sum(all(mask[b, rows[i:i + 4]]) for i in range(2, len(rows) - 3))
         for given in (mask, mask.double() * 0.2, mask.long() * -3):
             assert mtp.valid_counts(given, doc, 4, batch=2, length=14).tolist() == expected
-    assert mtp.valid_counts(None, None, 3, batch=2, length=4).tolist() == [4, 2, 0]
+    assert mtp.valid_counts(None, None, 3, batch=2, length=4).tolist() == [4, 2, 0, 0]
 
 
 @pytest.mark.parametrize("split", [[1, 1, 1, 1], [2, 2], [3, 1]])
@@ -1006,7 +1062,7 @@ def test_any_split_of_a_batch_gives_the_same_gradients(split):
     whole, expected = run(model, ids, hidden, mask, doc)
     counts = sum(mtp.valid_counts(m, d, 3, batch=len(m), length=12)
                  for m, d in zip(mask.split(split), doc.split(split)))
-    assert counts.tolist() == whole.count.tolist()
+    assert counts[:3].tolist() == whole.count.tolist()
     model.zero_grad()
     loss = 0.0
     for part in zip(ids.split(split), hidden.split(split), mask.split(split), doc.split(split)):
@@ -1057,23 +1113,29 @@ def test_two_runs_are_bitwise_equal():
 
 # ---- The chunked loss --------------------------------------------------------------------------------------
 
-def naive_loss(lm_head, hidden, valid, coeff, ce_weight, kl_weight, *ns):
+needs_built = pytest.mark.skipif(not mtp.KERNELS, reason="build them: python setup.py build_ext --inplace")
+
+
+def naive_loss(lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
     """The loss with whole logits and autograd, and its sums: CE, KL, right, prefix hits of each step."""
-    wide, sums, prefix = mtp.fp32(lm_head.dtype), [], True
+    wide, total, chances, sums, prefix, (K, _, T) = mtp.fp32(lm_head.dtype), 0.0, [], [], True, valid.shape
     for k, n in enumerate(ns):
-        teacher = F.linear(hidden[:, k + 1:k + 1 + n.shape[1]].to(lm_head.dtype), lm_head)
-        draft = F.linear(n.to(lm_head.dtype), lm_head)
-        log_p, log_q = (x.to(wide).log_softmax(-1) for x in (teacher, draft))
-        label = teacher.argmax(-1)
-        ce, kl = -log_q.gather(-1, label[..., None])[..., 0], (log_p.exp() * (log_p - log_q)).sum(-1)
-        right = draft.argmax(-1) == label
+        states = hidden[:, k + 1:k + 1 + T]
+        teacher, z = (F.linear(x.to(lm_head.dtype), lm_head).to(wide) for x in (states, n))
+        terms, chance, _ = naive_terms(teacher, z, tokens[:, k + 2:k + 2 + T], topk)
+        chances.append(chance)
+        for name in w.keys() - {"e2e"}:
+            total = total + coeff[k].to(wide) * w[name] * terms[name][valid[k]].sum()
+        right = z.argmax(-1) == teacher.argmax(-1)
         prefix = right & prefix
-        sums.append(torch.stack([(valid[k] * x).sum().to(wide) for x in (ce, kl, right, prefix)]))
-    sums = torch.stack(sums, dim=1)
-    return (coeff.to(wide) * (ce_weight * sums[0] + kl_weight * sums[1])).sum(), sums
+        sums.append(torch.stack([(valid[k] * x).sum().to(wide)
+                                 for x in (terms["ce"], terms["kl"], right, prefix)]))
+    length = sum(math.prod(chances[:j + 1]) for j in range(K))
+    total = total + w.get("e2e", 0.0) * coeff[K].to(wide) * (1 - length / K)[valid.all(0)].sum()
+    return total, torch.stack(sums, dim=1)
 
 
-def loss_case(dtype=torch.float64, B=2, T=23, C=12, V=37, K=3, seed=0):
+def loss_case(dtype=torch.float64, B=2, T=23, C=12, V=37, K=3, seed=0, terms=None, topk=5):
     """Arguments of ChunkedLoss: drafts that are often right, long stretches in which no row counts."""
     generator = torch.Generator().manual_seed(seed)
     def draw(*shape):
@@ -1082,54 +1144,132 @@ def loss_case(dtype=torch.float64, B=2, T=23, C=12, V=37, K=3, seed=0):
     valid[:, 0, 4:16] = False
     valid[:2, 0, 10:14], valid[2, 0, 10:14] = False, True  # judged at steps 0 and 1 for the sake of step 2
     ns = [(hidden[:, k + 1:k + 1 + T] + 0.7 * draw(B, T, C)).to(dtype).requires_grad_() for k in range(K)]
-    coeff = torch.rand(K, generator=generator, dtype=torch.float64)
-    return draw(V, C).to(dtype), hidden.to(dtype), valid, coeff, 0.7, 1.3, *ns
+    coeff = torch.rand(K + 1, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(V, (B, T + K + 1), generator=generator)
+    terms = terms or {"ce": 0.7, "kl": 1.3}
+    return draw(V, C).to(dtype), hidden.to(dtype), valid, coeff, terms, topk, tokens, False, *ns
 
 
 def in_float64(case):
     exact = [x.detach().double() if torch.is_tensor(x) and x.is_floating_point() else x for x in case]
-    return [*exact[:6], *(n.requires_grad_() for n in exact[6:])]
+    return [*exact[:8], *(n.requires_grad_() for n in exact[8:])]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 1000])
-def test_chunked_loss_equals_autograd_over_whole_logits(rows, monkeypatch):
+def assert_loss_is_autograds(case, tolerance=1e-9):
+    (loss, *_), (expected, _) = mtp.ChunkedLoss.apply(*case), naive_loss(*case)
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    grads = [torch.autograd.grad(3 * x, case[8:], allow_unused=True, materialize_grads=True)
+             for x in (loss, expected)]
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    return grads[1]
+
+
+TERMS = [{name: 0.6} for name in mtp.LOSS_TERMS] + [
+    {name: 0.3 + 0.2 * i for i, name in enumerate(mtp.LOSS_TERMS)}, {"kl": 0.5, "lk": 1.5},
+    {"ce": 1.0, "e2e": 2.0}]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+@pytest.mark.parametrize("terms", TERMS, ids="+".join)
+def test_every_term_is_autograds_over_whole_logits(terms, rows, monkeypatch):
+    """Value and gradient, float64, V odd, chunks that cut chains apart; some rows count at every step."""
     monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
+    case = loss_case(terms=terms)
+    assert case[2].all(0).sum() >= 3
+    assert all(grad.abs().sum() > 1e-4 for grad in assert_loss_is_autograds(case))
+    assert_loss_is_autograds(loss_case(terms=terms, topk=99 if rows == 5 else 1, V=99 if rows == 5 else 37))
+    empty = list(loss_case(terms=terms))
+    empty[2] = empty[2] & False
+    assert not any(grad.any() for grad in assert_loss_is_autograds(empty))
+    assert mtp.ChunkedLoss.apply(*empty)[0] == 0
+
+
+@pytest.mark.parametrize("terms", TERMS, ids="+".join)
+def test_terms_at_the_edges(terms):
+    """p = q (logits of small whole numbers are exact: bitwise), p one-hot, p and q one-hot at two tokens."""
+    case = list(loss_case(terms=terms))
+    case[0], case[1] = (x.mul(2).round() / 2 for x in case[:2])
+    same = case[:8] + [case[1][:, k + 1:k + 24].clone().requires_grad_() for k in range(3)]
+    grads = assert_loss_is_autograds(same)
+    if not terms.keys() & {"ce", "ce_data", "topk_kl_full"}:  # these have their minimum elsewhere
+        assert mtp.ChunkedLoss.apply(*same)[0].abs() < 1e-12
+        assert all(grad.abs().max() < 1e-12 for grad in grads)
+    sharp = list(loss_case(terms=terms, topk=1))
+    sharp[1] = sharp[1] * 1e3
+    assert_loss_is_autograds(sharp)
+    apart = [*sharp[:8], *((-1e4 * n).detach().requires_grad_() for n in sharp[8:])]
+    loss, *_ = mtp.ChunkedLoss.apply(*apart)
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in torch.autograd.grad(loss, apart[8:]))
+
+
+def test_measured_figures_are_those_of_whole_logits(monkeypatch):
+    """TV, and the chance that a sampling target accepts a prefix of a sampled and of a greedy draft."""
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", 5 * 37)
+    case = list(loss_case())
+    case[7] = True
+    with torch.no_grad():
+        sums, p_, q_ = mtp.ChunkedLoss.apply(*case)[1], [], []
+        for k, n in enumerate(case[8:]):
+            p_.append((case[1][:, k + 1:k + 24] @ case[0].T).softmax(-1))
+            q_.append((n @ case[0].T).softmax(-1))
+            both = torch.stack([torch.minimum(p, q).sum(-1) for p, q in zip(p_, q_)])
+            sure = torch.stack([p.gather(-1, q.argmax(-1, keepdim=True))[..., 0] for p, q in zip(p_, q_)])
+            figures = torch.stack([1 - both[k], both.prod(0), sure.prod(0)])
+            torch.testing.assert_close(sums[4:, k], figures[:, case[2][k]].sum(1), **EXACT)
+
+
+@pytest.mark.parametrize("text", ["ce:1+kll:2", "", "kl:x", "kl:-1", "kl:0", "ce:nan", "ce:1+"])
+def test_an_unknown_term_is_an_error_that_lists_the_known_ones(text):
+    assert mtp.parse_loss("ce + kl:0.5") == {"ce": 1.0, "kl": 0.5}
+    with pytest.raises(ValueError, match="of ce, ce_data, kl, topk_kl, topk_kl_full, tv, lk, neglog, e2e"):
+        mtp.parse_loss(text)
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_built)])
+@pytest.mark.parametrize("rows", [1, 5, 8, 1000])
+def test_chunked_loss_equals_autograd_over_whole_logits(rows, kernels, monkeypatch):
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
+    monkeypatch.setattr(mtp, "KERNELS", kernels)
     case = loss_case()
     (loss, sums, _), (expected, expected_sums) = mtp.ChunkedLoss.apply(*case), naive_loss(*case)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(sums, expected_sums, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(sums[:4], expected_sums, rtol=1e-9, atol=1e-9)
     assert (sums[3] > 0).all() and (sums[3, 1:] < sums[2, 1:]).all()
-    grads = (torch.autograd.grad(3 * x, case[6:]) for x in (loss, expected))
+    grads = (torch.autograd.grad(3 * x, case[8:]) for x in (loss, expected))
     for got, want in zip(*grads):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     with torch.no_grad():
         assert torch.equal(mtp.ChunkedLoss.apply(*case)[1], sums)
 
 
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_built)])
 @pytest.mark.parametrize("rows", [4, 1000])
-def test_teacher_logits_are_computed_once_and_only_where_read(rows, monkeypatch):
+def test_teacher_logits_are_computed_once_and_only_where_read(rows, kernels, monkeypatch):
     monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 37)
-    case, seen, real = loss_case(), [], mtp.row_softmax
+    monkeypatch.setattr(mtp, "KERNELS", kernels)
+    case, seen, real = loss_case(), [], torch.mm
     hidden, valid = case[1], case[2]
 
-    def spy(x, *args):
+    def spy(x, *args, **kwargs):
         if x.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr():
             seen.extend(range(x.storage_offset() // 12, x.storage_offset() // 12 + len(x)))
-        return real(x, *args)
+        return real(x, *args, **kwargs)
 
-    monkeypatch.setattr(mtp, "row_softmax", spy)
+    monkeypatch.setattr(torch, "mm", spy)
     mtp.ChunkedLoss.apply(*case)
     needed = {b * 26 + t + 1 + j for k, b, t in valid.nonzero().tolist() for j in range(k + 1)}
     assert len(seen) == len(set(seen)) and needed <= set(seen)
     assert rows > 4 or len(seen) < 2 * 25 - 4  # chunks that nothing reads are left out
 
 
-def test_chunked_loss_in_bf16_errs_at_most_twice_as_much_as_autograd():
-    case = loss_case(torch.bfloat16, V=200, C=32)
+@pytest.mark.parametrize("terms", TERMS[:2] + TERMS[4:] + [{"ce": 0.7, "kl": 1.3}], ids="+".join)
+def test_chunked_loss_in_bf16_errs_at_most_twice_as_much_as_autograd(terms):
+    case = loss_case(torch.bfloat16, V=200, C=32, terms=terms)
     exact = in_float64(case)
     truth, plain, ours = naive_loss(*exact)[0], naive_loss(*case)[0], mtp.ChunkedLoss.apply(*case)[0]
     assert ours.dtype == torch.float32
-    grads = [torch.autograd.grad(loss, ns[6:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
+    grads = [torch.autograd.grad(loss, ns[8:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
     for want, ref, got in zip(*grads):
         assert got.dtype == torch.bfloat16
         assert (got.double() - want).norm() <= 2 * (ref.double() - want).norm()
@@ -1155,19 +1295,20 @@ def test_low_precision_runs_are_close_to_float64():
     assert out.loss.isfinite() and grads["eh_proj.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("V", [151936, 248320])
-def test_large_vocabularies(V):
+@pytest.mark.parametrize("V, terms", [(151936, None), (248320, None), (151936, TERMS[6]), (151936, TERMS[7]),
+                                      (151936, TERMS[8])])
+def test_large_vocabularies(V, terms):
     """fp32 against float64: careless sums over so many logits err by 1e-4. Gradients are a matmul over V."""
-    case = loss_case(torch.float32, B=1, T=6, C=8, V=V)
+    case = loss_case(torch.float32, B=1, T=6, C=8, V=V, terms=terms)
     exact = in_float64(case)
     truth, plain, ours = naive_loss(*exact)[0], naive_loss(*case)[0], mtp.ChunkedLoss.apply(*case)[0]
     assert_near(ours, truth, 1e-5)
-    grads = [torch.autograd.grad(loss, ns[6:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
+    grads = [torch.autograd.grad(loss, ns[8:]) for loss, ns in ((truth, exact), (plain, case), (ours, case))]
     for want, ref, got in zip(*grads):
         assert (got - want).norm() <= 2 * (ref - want).norm()
 
 
-def saved_bytes(T, V):
+def saved_bytes(T, V, **options):
     """Bytes kept for backward by a whole loss: every distinct storage that is no parameter, once."""
     torch.manual_seed(0)
     model = mtp.MTP(mtp.MTPConfig(
@@ -1185,13 +1326,17 @@ def saved_bytes(T, V):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ids, hidden = torch.randint(V, (1, T)), torch.randn(1, T, 256)
-        out = mtp.ttt_loss(model, ids, hidden, ttt_length=4, backend="fa")
+        out = mtp.ttt_loss(model, ids, hidden, ttt_length=4, backend="fa", **options)
     assert out.loss.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
 
 def test_bytes_saved_for_backward(monkeypatch):
+    """Linear in T, free of V and of the chunks, and of the objective but for its few numbers per row."""
     base = saved_bytes(256, 8192)
+    for options in (dict(loss=EVERY), dict(loss="e2e", rollout="draft")):
+        assert saved_bytes(256, 8192, **options) <= base + 256 * 4 * 4 * 150  # numbers, steps, bytes
+        assert saved_bytes(256, 16384, **options) == saved_bytes(256, 8192, **options)
     assert base <= 40 * 2 ** 20, f"{base / 2 ** 20:.1f} MiB"
     assert saved_bytes(512, 8192) <= 2.1 * base
     assert saved_bytes(256, 16384) == base
@@ -1208,6 +1353,8 @@ USP = [  # changes of the config, of the batch, options; T is no multiple of 4 i
     (dict(num_key_value_heads=4, rope_theta=5e6), dict(T=61, B=1), dict(ttt_length=2)),
     (dict(rope_theta=1e6), dict(T=50, packed=False), dict(mask_first=11)),  # most ranks have no valid row
     (dict(), dict(T=5, packed=False), dict()),  # the last of four ranks has nothing but padding
+    (dict(), dict(T=30), dict(rollout="draft", loss="e2e+lk+topk_kl:2", step_weights=[3, 1, 2],
+                              recycle="both", measure=True)),
 ]
 
 
@@ -1242,6 +1389,7 @@ def usp_rank(rank, P, folder):
     for i in range(len(USP)):
         model, batch, options = usp_case(i)
         sent.clear()
+        torch.manual_seed(0)
         results.append((summed(run(model, *batch, backend="usp", **options)), sum(sent)))
     if P == 4:  # two groups of two ranks, each with its own half of the batch
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -1263,6 +1411,7 @@ def test_usp_equals_one_rank(P, tmp_path):
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(P)]
     for i in range(len(USP)):
         model, batch, options = usp_case(i)
+        torch.manual_seed(0)
         expected, cfg = run(model, *batch, backend="sdpa", **options), model.config
         (B, T), K, H, G = batch[0].shape, options.get("ttt_length", 3), 4, cfg.num_key_value_heads
         heads = 2 * H + 2 * G * (P // math.gcd(G, P))
@@ -1672,6 +1821,111 @@ def test_an_end_token_ends_the_answer_and_its_round_counts_whole(tiny, trained):
     assert cut.rounds == free.rounds[:len(cut.rounds)] and cut.ids == free.ids[:len(cut.ids)]
 
 
+def chi_square(counts, expected):
+    """Of counts and what is expected of them, cells below 8 pooled: standard deviations above the mean."""
+    small = expected < 8
+    counts, expected = counts.double(), expected.double()
+    counts, expected = (torch.cat([x[~small], x[small].sum()[None]]) for x in (counts, expected))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    cells = len(counts) - 1
+    return (((counts - expected) ** 2 / expected).sum().item() - cells) / math.sqrt(2 * cells)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_verified_tokens_are_distributed_as_the_target_says(greedy):
+    """20,000 rounds of two drafts over 7 tokens: pairs of tokens, the rest of a round drawn plainly, against
+    the exact joint distribution; and how many stand, against sum min(p, q)."""
+    torch.manual_seed(0)
+    V, rounds = 7, 20000
+    p_0, p_1, q_0, q_1 = torch.rand(4, V, V) + 0.02
+    p_0, q_0 = p_0[:1] / p_0[0].sum(), q_0[:1] / q_0[0].sum()
+    p_1, q_1 = (x / x.sum(1, keepdim=True) for x in (p_1, q_1))  # row: the first token
+    if greedy:
+        q_0, q_1 = (F.one_hot(x.argmax(1), V).float() for x in (q_0, q_1))
+    pairs, stood = torch.zeros(V, V), [0, 0]
+    firsts = q_0[0].multinomial(rounds, replacement=True).tolist()
+    for first in firsts:
+        second = q_1[first].multinomial(1).item()
+        p = torch.stack([p_0[0], p_1[first], torch.ones(V) / V])
+        n, token = mtp.verify(p, torch.stack([q_0[0], q_1[first]]), [first, second])
+        found = [first, second, token][:n] + [token]
+        found += [] if n else [p_1[token].multinomial(1).item()]
+        pairs[found[0], found[1]] += 1
+        stood = [stood[k] + (n > k) for k in range(2)]
+    assert abs(chi_square(pairs.flatten(), (p_0[0][:, None] * p_1).flatten() * rounds)) < 4
+    one = torch.minimum(p_0[0], q_0[0])
+    two = (one * torch.minimum(p_1, q_1).sum(1)).sum().item()
+    for k, chance in enumerate((one.sum().item(), two)):
+        assert abs(stood[k] - chance * rounds) < 4 * math.sqrt(rounds * chance * (1 - chance))
+
+
+@pytest.mark.parametrize("temperature, probabilistic", [(1.0, True), (1.0, False), (0.7, True)])
+def test_speculative_sampling_is_the_targets_own(tiny, trained, temperature, probabilistic, monkeypatch):
+    """Each sampled token's place in the target's distribution of it, computed afterwards by transformers, is
+    uniform; and as many drafted tokens stand as sum min(p, q) says: p[argmax q] of greedy drafts."""
+    target, (model, _), K, real = load_target(tiny[0]), mtp.load_draft(trained), 3, mtp.verify
+    model.set_target(target.embed, target.lm_head)
+    torch.manual_seed(0)
+    chances, stood = [], []
+
+    def spy(p, q, drafted):
+        n, token = real(p, q, drafted)
+        for k in range(min(n + 1, len(drafted))):  # the tokens that were judged
+            chances.append((torch.minimum(p[k], q[k]).sum() if probabilistic else p[k][q[k].argmax()]).item())
+            stood.append(n > k)
+        return n, token
+
+    monkeypatch.setattr(mtp, "verify", spy)
+    places, drafter = [], mtp.Drafter(model, temperature=temperature * probabilistic)
+    for i in range(10):
+        result = mtp.decode(target, [4 + i, 9], 200, drafter, K, temperature=temperature)
+        text = torch.tensor([[4 + i, 9, *result.answer]])
+        with torch.no_grad():
+            p = (target.model(text).logits[0, 1:-1].double() / temperature).softmax(-1)
+            order = p.argsort(-1, descending=True)
+        rank = (order == text[0, 2:, None]).nonzero()[:, 1:]
+        p = p.gather(1, order)
+        below = p.cumsum(1).gather(1, rank) - p.gather(1, rank)
+        places.append(below[:, 0] + torch.rand(len(p)) * p.gather(1, rank)[:, 0])
+    places = torch.cat(places)
+    assert len(places) == 2000 and 0.05 < sum(stood) / len(stood) < 0.95
+    assert abs(chi_square(places.mul(20).long().bincount(minlength=20), torch.full((20,), 100.0))) < 4
+    spread = math.sqrt(sum(c * (1 - c) for c in chances))
+    assert abs(sum(stood) - sum(chances)) < 4 * spread
+
+
+def test_probabilistic_drafts_are_drawn_at_the_temperature(tiny, trained):
+    target, (model, _) = load_target(tiny[0]), mtp.load_draft(trained)
+    model.set_target(target.embed, target.lm_head)
+    hidden, q = target.states([mtp.Sample("s", torch.arange(5, 9), None)])[0][None], {}
+    for temperature in (1.0, 0.5, 0.0):
+        drafter = mtp.Drafter(model, temperature=temperature)
+        assert len(drafter.draft([6, 7, 8, 9], hidden, 0, 3)) == len(drafter.q) == 3
+        q[temperature] = drafter.q[0][0].double()  # drafted after the same tokens
+    squares = q[1.0] ** 2
+    torch.testing.assert_close(q[0.5], squares / squares.sum(), rtol=1e-5, atol=1e-7)
+    assert torch.equal(q[0.0], F.one_hot(q[1.0].argmax(), 62).double())
+
+
+def test_expected_lengths_of_eval_are_those_of_a_plain_loop(tiny, trained):
+    target, (model, _), K = load_target(tiny[0]), mtp.load_draft(trained), 3
+    model.set_target(target.embed, target.lm_head)
+    samples = mtp.read_samples([tiny[1]], target.tokenizer, 48, 5)[:7]
+    run = mtp.Run(model, target, mtp.TrainConfig(ttt_length=K, recycle="both", rollout="draft", loss="lk"),
+                  mtp.Ranks(), "fa")
+    found, out = run.evaluate([[sample] for sample in samples]), []
+    for sample in samples:
+        hidden = target.states([sample])[0][None]
+        out.append(mtp.ttt_loss(model, sample.input_ids[None], hidden, measure=True))  # data, post
+    count = sum(x.count for x in out)
+    for name, rows in (("sampled", 1), ("greedy", 1)):
+        expected = 1 + sum(getattr(x, name) * x.count for x in out).div(count).sum().item()
+        assert found[f"accept_len_{name}"] == pytest.approx(expected, rel=1e-5) and expected > 1.02 * rows
+    tv = sum(x.tv * x.count for x in out) / count
+    torch.testing.assert_close(torch.tensor(found["tv"]).double(), tv.double(), rtol=1e-5, atol=0)
+    assert found["accept_len_sampled"] <= 1 + K - sum(found["tv"]) + 1e-9  # a prefix is rarer than a step
+
+
 def test_bf16_divergence_is_reported_only_where_rounding_explains_it(capsys):
     a = mtp.Decoding([], [1, 2, 3], [], [(4.0, 1.0), (4.0, 0.01), (4.0, 1.0)], 1.0)
     b = a._replace(answer=[1, 5, 3])
@@ -1830,7 +2084,7 @@ def test_accumulation_changes_rounding_only(tiny, tmp_path):
         rows = mtp.read_rows(cfg, target)[0][:6]
         model, _ = mtp.make_draft(cfg, target, mtp.Ranks())
         run = mtp.Run(model, target, cfg, mtp.Ranks(), "sdpa")
-        tally, load, _ = run.gradients(rows)
+        _, tally, load, _ = run.gradients(rows)
         found.append((tally, load, [p.grad for p in model.parameters()]))
     for tally, load, grads in found[1:]:
         assert torch.equal(load, found[0][1])
@@ -1871,7 +2125,11 @@ def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path
     (["--data", "x.txt"], "give --target DIR"),
     (["--target", "somewhere"], "give --data FILE"),
     (["--sp", "2"], "add --backend usp"),
-    (["--ce-weight", "0", "--kl-weight", "0"], "one must be positive"),
+    (["--loss", "ce:0"], "'ce:0' is no sum like ce:1+kl:0.5, weights positive"),
+    (["--loss", "ce:1+kll:1"], "of ce, ce_data, kl, topk_kl, topk_kl_full, tv, lk, neglog, e2e"),
+    (["--step-weights", "0.5,0.5"], "expected 3 numbers"),
+    (["--step-weights", "0.5,1,-1"], "none negative"),
+    (["--topk", "0"], "--topk 0 must be at least 1"),
     (["--resume", "nowhere"], "--resume nowhere is no complete training state"),
     (["--target", "/nowhere", "--data", "x.txt", "--out", "o"], "is no directory and no hub id"),
     (["generate", "--draft", "/nowhere", "--prompt", "x"], "has no config.json"),
@@ -1925,12 +2183,79 @@ def test_eval_and_generate_commands(tiny, trained, capsys):
     assert "lossless: token for token" in said and "tokens/s: " in said
     assert mtp.main([*generate, "w3", "--chat"]) == 0
     assert "lossless" in capsys.readouterr().out
+    assert mtp.main(["generate", "--draft", str(trained), "--prompt", "w3", "--temperature", "0.8",
+                     "--draft-sampling", "probabilistic", "--recycle", "pre"]) == 0
+    assert "sampled at temperature 0.8 with probabilistic drafts" in capsys.readouterr().out
+
+
+# ---- The table of objectives: python test_mtp.py --objectives [STEPS] --------------------------------------
+
+def measure_draft(out, target, recycle):
+    """Accepted length per round of generated text, greedy and sampled at temperature 1 with either kind of
+    draft: 12 prompts of held-out text, 96 tokens each."""
+    (model, meta), (_, held) = mtp.load_draft(out), mtp.stdlib_files(every=6)
+    model.set_target(target.embed, target.lm_head)
+    found = {}
+    ways = {"greedy": (0.0, 0.0), "sampled": (1.0, 1.0), "sampled, greedy drafts": (1.0, 0.0)}
+    for name, (temperature, drafts) in ways.items():
+        torch.manual_seed(0)
+        rounds = []
+        for file in held[:12]:
+            ids = target.tokenizer(file.read_text(errors="replace"))["input_ids"][:24]
+            drafter = mtp.Drafter(model, recycle, temperature=drafts)
+            rounds += mtp.decode(target, ids, 96, drafter, meta["ttt_length"], temperature=temperature).rounds
+        found[name] = 1 + sum(rounds) / len(rounds)
+    return found
+
+
+def objective_row(steps, changes):
+    """Train one draft on the demo target, or go on with a run that was cut; write down what it reached."""
+    out = HERE / "runs" / f"objectives-{steps}" / "-".join(map(str, changes.values())).replace(":", "")
+    cfg = mtp.TrainConfig(steps=steps, out=str(out), backend="fa", resume="auto", save_every=50, **changes)
+    results = mtp.train(cfg)
+    if "after" in results:
+        target = mtp.open_target(cfg, mtp.Ranks())
+        drawn = {setting: measure_draft(out, target, setting) for setting in ("post", "pre")}
+        (out / "row.json").write_text(json.dumps({**drawn, "eval": results["after"]}))
+    return out / "row.json"
+
+
+def objectives(steps=150, seeds=(0, 1)):
+    """Every objective with rollout data, the best three with rollout draft, and what recycle both costs:
+    means of two seeds on the demo target. Each run is a process; a finished one is not repeated."""
+    def rows(**changes):
+        for seed in seeds:
+            changes = {"loss": "ce:1+kl:1", "rollout": "data", "recycle": "post", **changes, "seed": seed}
+            name = "-".join(map(str, changes.values())).replace(":", "")
+            file = HERE / "runs" / f"objectives-{steps}" / name / "row.json"
+            if not file.exists():
+                command = [sys.executable, __file__, "--objectives", str(steps), json.dumps(changes)]
+                subprocess.run(command, check=True, stdout=sys.stderr)
+            if not file.exists():
+                sys.exit("stopped; the same command goes on")
+            yield json.loads(file.read_text())
+
+    def show(label, found, setting="post"):
+        found = list(found)
+        drawn = [statistics.mean(row[setting][way] for row in found) for way in found[0][setting]]
+        text = [statistics.mean(row["eval"][f"accept_len{x}"] for row in found)
+                for x in ("_walk", "_sampled", "_greedy")]
+        spread = max(abs(row[setting]["greedy"] - drawn[0]) for row in found)
+        table.append(f"| {label} | " + " | ".join(f"{x:.3f}" for x in [*drawn, *text, spread]) + " |")
+        return drawn[0] + drawn[1]
+
+    table = ["| loss, rollout | greedy | sampled | sampled, greedy drafts | text: walk | expected, sampled "
+             "| expected, greedy drafts | seeds +- |", "|---" * 8 + "|"]
+    scores = {loss: show(f"{loss}, data", rows(loss=loss)) for loss in ("ce:1+kl:1", *mtp.LOSS_TERMS)}
+    for loss in sorted(scores, key=scores.get)[:-4:-1]:
+        show(f"{loss}, draft", rows(loss=loss, rollout="draft"))
+    for recycle in ("post", "pre", "both"):
+        for setting in ("post", "pre"):
+            show(f"recycle {recycle}, served as {setting}", rows(recycle=recycle), setting)
+    print("\n".join(table))
 
 
 # ---- Kernels on and off ------------------------------------------------------------------------------------
-
-needs_built = pytest.mark.skipif(not mtp.KERNELS, reason="build them: python setup.py build_ext --inplace")
-
 
 def test_kernels_that_are_asked_for_and_missing_are_an_error(monkeypatch, capsys):
     monkeypatch.setattr(mtp, "NO_KERNELS", "No module named 'mtp_kernels'; build them with: python setup.py")
@@ -1944,18 +2269,22 @@ def test_kernels_that_are_asked_for_and_missing_are_an_error(monkeypatch, capsys
 
 
 @needs_built
-@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("backend, loss, rows", [
+    ("sdpa", None, 1000), ("fa", "ce:0.3+kl:1.4", 5), ("fa", "kl", 1)])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_kernels_change_rounding_only(backend, dtype, tolerance, monkeypatch):
+def test_kernels_change_rounding_only(backend, loss, rows, dtype, tolerance, monkeypatch):
     """Loss, every figure and gradient with kernels and without; with kernels twice: the same bits."""
+    monkeypatch.setitem(mtp.LOGITS_HELD, "cpu", rows * 40)
     model = toy_draft(dtype, hidden_size=32, moe_intermediate_size=16)
     batch = toy_batch(model, T=19)
     results = []
     for kernels in (True, True, False):
         monkeypatch.setattr(mtp, "KERNELS", kernels)
-        results.append(run(model, *batch, backend=backend, ttt_length=4))
+        results.append(run(model, *batch, backend=backend, ttt_length=4, loss=loss))
     assert_same(results[0], results[1], rtol=0, atol=0)
     assert torch.equal(results[0][0].hits, results[2][0].hits)
+    for name in ("ce", "kl", "acc", "count", "prefix_hits", "expert_load"):
+        assert_near(*(getattr(results[i][0], name).double() for i in (0, 2)), tolerance, name)
     for name, grad in results[0][1].items():
         assert_near(grad, results[2][1][name], tolerance, name)
     torch.testing.assert_close(results[0][0].loss, results[2][0].loss, rtol=tolerance, atol=tolerance)
@@ -1964,17 +2293,23 @@ def test_kernels_change_rounding_only(backend, dtype, tolerance, monkeypatch):
 @needs_built
 def test_kernels_are_used_where_they_fit(monkeypatch):
     called = []
-    for name in ("merge", "merge_backward", "experts_forward"):
+    for name in ("merge", "merge_backward", "experts_forward", "loss_rows"):
         real = getattr(torch.ops.mtp_kernels, name)
         monkeypatch.setattr(torch.ops.mtp_kernels, name, lambda *args, name=name, real=real: (
             called.append(name), real(*args))[1])
     fits = toy_draft(torch.float32, hidden_size=32, moe_intermediate_size=16)
     run(fits, *toy_batch(fits), backend="fa")
-    assert sorted(set(called)) == ["experts_forward", "merge", "merge_backward"]
+    assert sorted(set(called)) == ["experts_forward", "loss_rows", "merge", "merge_backward"]
     called.clear()
     odd = toy_draft(torch.float32, head_dim=12, moe_intermediate_size=10)  # 12 and 10 are no multiples of 8
     run(odd, *toy_batch(odd), backend="fa")
+    assert set(called) == {"loss_rows"}
+    called.clear()
+    for options in (dict(loss="ce+tv"), dict(measure=True)):  # need more than the kernel gives
+        run(odd, *toy_batch(odd), backend="fa", **options)
     assert not called
+    run(odd, *toy_batch(odd), backend="fa", loss="kl")
+    assert set(called) == {"loss_rows"}
 
 
 # ---- The README 
@@ -4109,6 +4444,10 @@ if __name__ == "__main__":
         BENCHES[sys.argv[2]]()
     elif sys.argv[1:2] == ["--gpu"]:
         run_on_gpu(*(sys.argv[2:] or ["gpu.json"]))
+    elif sys.argv[1:2] == ["--objectives"] and sys.argv[3:]:
+        objective_row(int(sys.argv[2]), json.loads(sys.argv[3]))
+    elif sys.argv[1:2] == ["--objectives"]:
+        objectives(*map(int, sys.argv[2:]))
     elif sys.argv[1:2] == ["--once"]:  # what compute-sanitizer runs
         for each in DTYPES:
             every_output(Compiled("cuda"), each)
