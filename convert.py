@@ -396,7 +396,9 @@ def report(folder, name=None):
     best = ", ".join(f"{engine} (--recycle {r}{' --zero-first-embedding' if z else ''})"
                      for (kind, r, z), engine in EXACT.items() if kind == layout)
     if recycle:
-        exact = EXACT.get((layout, recycle, zero), f"no engine; {layout} drafts can be for {best}")
+        kinds = ["post", "pre"] if recycle == "both" else [recycle]  # both: each row drew one
+        found = [EXACT[layout, kind, zero] for kind in kinds if (layout, kind, zero) in EXACT]
+        exact = " and ".join(found) or f"no engine; {layout} drafts can be for {best}"
         print(f"trained with K = {K}, recycle {recycle}, zero_first_embedding {zero}: exact for {exact}")
     return not problems
 

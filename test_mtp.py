@@ -2680,7 +2680,8 @@ def test_check_finds(tmp_path, capsys, family, mutation, message):
     ("glm4_moe", "pre", True, "exact for vLLM"),
     ("glm4_moe", "post", False, "exact for SGLang and transformers"),
     ("hy_v3", "post", True, "exact for vLLM"), ("hy_v3", "post", False, "exact for SGLang"),
-    ("hy_v3", "pre", True, "exact for no engine")])
+    ("hy_v3", "pre", True, "exact for no engine"), ("hy_v3", "both", True, "exact for vLLM"),
+    ("glm4_moe", "both", False, "exact for SGLang and transformers")])
 def test_check_names_the_engine(tmp_path, capsys, family, recycle, zero, engine):
     source = tiny_target(tmp_path / "target", family)
     draft_of(source, tmp_path / "draft", recycle, zero)
