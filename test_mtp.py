@@ -4073,18 +4073,17 @@ def backward_of(f, inputs, grad):
     return run
 
 
-def saved_for_backward(f):
-    """Bytes that autograd keeps of f(), every storage once, leaves not counted."""
-    kept = {}
+def saved_for_backward(f, inputs):
+    """Bytes that autograd keeps of f(), every storage once, those of `inputs` not counted."""
+    kept, given = {}, {x.untyped_storage().data_ptr() for x in inputs}
 
     def keep(x):
-        if not x.is_leaf:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = f()
-    return sum(kept.values()), out
+        f()
+    return sum(size for at, size in kept.items() if at not in given)
 
 
 def transformers_experts(E, C, width, A, dtype, gate_up, down):
@@ -4142,7 +4141,8 @@ def bench_moe(C=1024, width=512, E=64, A=8, T=4096):
         found = medians(steps, 30)
         table("MoE forward + backward", found, found[floor], note)
         for name, call in calls.items():
-            print(f"  {name:42s} saved for backward {saved_for_backward(call)[0] / 2**20:7.0f} MiB")
+            size = saved_for_backward(call, (x, w, index, gate_up, down))
+            print(f"  {name:42s} saved for backward {size / 2**20:7.0f} MiB")
 
 
 class Matmuls(TorchDispatchMode):
