@@ -1980,8 +1980,9 @@ def test_resuming_is_bitwise_the_uninterrupted_run(tiny, tmp_path):
 def run_cli(*arguments, ranks=0):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *launcher, str(HERE / "mtp.py"), *map(str, arguments)]
+    threads = 1 if ranks else torch.get_num_threads()  # bits are those of a run with as many threads
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+                            env={**os.environ, "OMP_NUM_THREADS": str(threads)})
 
 
 def flags(tiny, out, **changes):
