@@ -1118,7 +1118,7 @@ def build_demo_target(path):
     from tokenizers import ByteLevelBPETokenizer
     from tqdm import tqdm
     from transformers import PreTrainedTokenizerFast
-    say(f"first run: builds the demo target from Python's standard library, about 90 s -> {path}")
+    say(f"first run: builds the demo target from Python's standard library, about 2 minutes -> {path}")
     texts, length = [file.read_text(errors="replace") for file in stdlib_files()[0]], DemoTarget.length
     bpe, end = ByteLevelBPETokenizer(), "<|endoftext|>"
     bpe.train_from_iterator(texts, vocab_size=DEMO.vocab_size, special_tokens=[end], show_progress=False)

@@ -2961,14 +2961,13 @@ def test_bailing_round_trip(tmp_path):
 
 # ---- convert.py: on-policy data ----------------------------------------------------------------------------
 
-def test_generate_data_resumes_where_it_stopped(tmp_path):
+def test_generate_data_resumes_where_it_stopped(tiny, tmp_path):
     """The lines are the target's own greedy continuations; an interrupted file is continued, not repeated."""
     out, prompts = tmp_path / "data/answers.jsonl", tmp_path / "prompts.txt"
-    target = mtp.open_target(mtp.ModelOptions(), mtp.Ranks())
-    texts = ["import sys", "def main(self):", "class A:", "return x", "for i in range("]
+    target, texts = load_target(tiny[0]), ["w1 w2", "w3", "w9 w8 w7", "w5 w6", "w11"]
     prompts.write_text("\n".join(texts) + "\n\n")
     arguments = ["generate-data", "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "8",
-                 "--batch-size", "2"]
+                 "--batch-size", "2", "--target", str(tiny[0]), "--raw"]
     assert mtp.main(arguments) == 0
     whole = out.read_bytes()
     rows = [json.loads(line) for line in whole.splitlines()]
