@@ -1658,6 +1658,13 @@ def spread(rows, most):
     """At most `most` rows, evenly spread."""
     return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
 
+def warm_up(cfg, shape, ranks, dtype):
+    """Compile fa before the first collective: a rank that compiles late would make the others time out."""
+    B, T, P, D = cfg.micro_batch_size, -(-cfg.seq_len // ranks.sp) * ranks.sp, ranks.sp, shape.head_dim
+    q, k = (torch.zeros(B, T, heads // P, D, dtype=dtype, device=ranks.device, requires_grad=True)
+            for heads in (shape.num_attention_heads, math.lcm(shape.num_key_value_heads, P)))
+    attend_fa(q, k, k, [], [], Documents(None, B, T, ranks.device))[0].sum().backward()
+
 def train(cfg):
     """Train a draft, written to OUT; returns the evaluations {"before": .., "after": ..}."""
     cfg = check_train_config(cfg)
@@ -1669,6 +1676,8 @@ def train(cfg):
     require(cfg.seq_len <= longest, f"--seq-len exceeds the target's max_position_embeddings {longest}")
     require(H % ranks.sp == 0, f"--sp {ranks.sp} does not divide {H} heads; give {math.gcd(H, ranks.sp)}")
     backend = choose_backend(cfg.backend, ranks.device, target.lm_head.dtype)
+    if backend == "usp" and ranks.device.type == "cuda":
+        warm_up(cfg, shape, ranks, target.lm_head.dtype)
     rows, held = read_rows(cfg, target)
     model, init = make_draft(cfg, target, ranks)
     scratch = init == "scratch"
