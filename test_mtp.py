@@ -3245,14 +3245,7 @@ except ImportError as error:
 
 CUDA = mtp_kernels is not None and mtp_kernels.cuda and torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs_kernels = pytest.mark.skipif(
-    mtp_kernels is None, reason="build them: python setup.py build_ext --inplace"
-)
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a GPU and kernels built for it")]
-
-
-def wide(dtype):
-    return torch.promote_types(dtype, torch.float32)
 
 
 # ---- csrc: references --------------------------------------------------------------------------------------
@@ -3534,7 +3527,7 @@ MERGE_SHAPES = [  # B, T, H, G, D, k
 def merge_inputs(B, T, H, G, D, k, dtype, masked=True, seed=0):
     torch.manual_seed(seed)
     make = lambda heads: torch.randn(B, T, heads, D).to(dtype)
-    o_0, q, dout, lse_0 = make(H), make(H), make(H), torch.randn(B, T, H).to(wide(dtype))
+    o_0, q, dout, lse_0 = make(H), make(H), make(H), torch.randn(B, T, H).to(mtp.fp32(dtype))
     if masked and T:
         lse_0[:, 0], o_0[:, 0] = -torch.inf, 0  # a fully masked row of block 0
     return o_0, lse_0, q, [make(G) for _ in range(k)], [make(G) for _ in range(k)], D**-0.5, dout
@@ -3583,7 +3576,7 @@ def expert_inputs(N, C, A, E, width, dtype, routing="random", seed=0):
         routing == "one"
     ):  # every token's first choice is expert 0, the rest are the last experts: most are empty
         index = torch.arange(A).neg().remainder(E).expand(N, A).clone()
-    x, dy, w = torch.randn(N, C).to(dtype), torch.randn(N, C).to(dtype), torch.rand(N, A).to(wide(dtype))
+    x, dy, w = torch.randn(N, C).to(dtype), torch.randn(N, C).to(dtype), torch.rand(N, A).to(mtp.fp32(dtype))
     return (
         dy,
         x,
@@ -3617,7 +3610,7 @@ def test_experts(shape, routing, dtype, how):
     )
 
 
-@needs_kernels
+@needs_built
 @pytest.mark.parametrize("C, width", [(7, 5), (20, 12), (9, 33)])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_experts_odd_widths_on_cpu(C, width, dtype):
@@ -3636,7 +3629,7 @@ def loss_inputs(R, V, dtype, spread=3.0, seed=0):
     teacher[0, V // 2 :] = teacher[0].max()  # ties: the lowest index wins
     if R > 2 and V > 20:
         teacher[1, :9] = -torch.inf  # a padded vocabulary
-    return teacher, draft, torch.arange(R).to(wide(dtype)) / R, 0.7, 1.3
+    return teacher, draft, torch.arange(R).to(mtp.fp32(dtype)) / R, 0.7, 1.3
 
 
 def loss_and_gradient(kernel):
@@ -3690,7 +3683,7 @@ def merge_op(o_0, lse_0, q, scale, *kv):
     return torch.ops.mtp_kernels.merge(o_0, lse_0, q, kv[:k], kv[k:], scale)[0]
 
 
-@needs_kernels
+@needs_built
 def test_gradcheck():
     o_0, lse_0, q, ks, vs, scale, _ = merge_inputs(1, 3, 4, 2, 8, 5, torch.float64, masked=False)
     leaves = [t.requires_grad_() for t in (o_0, lse_0, q, *ks, *vs)]
@@ -3701,7 +3694,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda a, b, c, d: op(a, index, b, c, d)[0], leaves)
 
 
-@needs_kernels
+@needs_built
 def test_float64_matches_the_references():
     *inputs, dout = merge_inputs(2, 5, 6, 2, 24, 9, torch.float64)
     torch.testing.assert_close(Compiled("cpu").merge(*inputs), merge_ref(*inputs), rtol=1e-12, atol=1e-12)
@@ -3721,7 +3714,7 @@ def test_float64_matches_the_references():
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-@needs_kernels
+@needs_built
 @pytest.mark.parametrize("device", CPU_OR_GPU)
 def test_opcheck(device):
     grad = lambda xs: to(xs, lambda t: t.to(device, copy=True).requires_grad_(t.is_floating_point()))
@@ -3743,7 +3736,7 @@ def test_opcheck(device):
     )
 
 
-@needs_kernels
+@needs_built
 @pytest.mark.parametrize("device", CPU_OR_GPU)
 def test_same_bits_every_run(device):
     for dtype in DTYPES:
@@ -3754,7 +3747,7 @@ def test_same_bits_every_run(device):
             )
 
 
-@needs_kernels
+@needs_built
 def test_thread_count_changes_no_bit_of_merge_and_loss():
     def run():
         *inputs, dout = merge_inputs(1, 200, 8, 2, 64, 3, torch.bfloat16)
@@ -3777,7 +3770,7 @@ def test_thread_count_changes_no_bit_of_merge_and_loss():
         torch.set_num_threads(threads)
 
 
-@needs_kernels
+@needs_built
 @pytest.mark.parametrize("device", CPU_OR_GPU)
 def test_strided_and_misaligned_inputs(device):
     strided = lambda t: torch.stack([t, t], -1).to(device)[..., 0]
@@ -3794,7 +3787,7 @@ def test_strided_and_misaligned_inputs(device):
             assert torch.equal(a, b)
 
 
-@needs_kernels
+@needs_built
 def test_masked_row_may_hold_anything():
     o_0, lse_0, q, ks, vs, scale, dout = merge_inputs(1, 4, 2, 1, 8, 2, torch.float32)
     o_0[:, 0] = torch.nan
@@ -3804,7 +3797,7 @@ def test_masked_row_may_hold_anything():
     assert grads[-1][:, 0].eq(0).all() and grads[-2][:, 0].eq(0).all()
 
 
-@needs_kernels
+@needs_built
 def test_bad_input_is_refused_by_name():
     o_0, lse_0, q, ks, vs, scale, _ = merge_inputs(1, 4, 4, 2, 8, 2, torch.float32)
     merge, ops = torch.ops.mtp_kernels.merge, torch.ops.mtp_kernels
@@ -3825,7 +3818,7 @@ def test_bad_input_is_refused_by_name():
         ops.loss_rows(torch.randn(8, 4).t(), torch.randn(8, 4).t(), torch.ones(4), 1.0, 1.0)
 
 
-@needs_kernels
+@needs_built
 def test_no_wide_tensor_is_saved_for_backward():
     dy, x, index, w, gate_up, down = expert_inputs(64, 32, 4, 8, 16, torch.float32)
     saved, inputs = [], {t.data_ptr() for t in (x, w, gate_up, down)}
