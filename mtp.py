@@ -35,13 +35,14 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import MISSING, dataclass, fields
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 try:
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
     FLEX_MISSING = None
@@ -60,9 +61,13 @@ def require(holds, message):
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-HY_V3_KEYS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
+KEYS = {  # what families call the fields of MTPConfig
+    "glm4_moe": {},
+    "hy_v3": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
               "expert_hidden_dim": "moe_intermediate_size", "router_scaling_factor": "routed_scaling_factor",
-              "route_norm": "norm_topk_prob", "qk_norm": "use_qk_norm"}
+              "route_norm": "norm_topk_prob", "qk_norm": "use_qk_norm"},
+    "bailing_moe_v2": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
+                       "use_qkv_bias": "attention_bias"}}
 
 @dataclass
 class MTPConfig:
@@ -103,15 +108,20 @@ class MTPConfig:
     @classmethod
     def from_hf(cls, config, names=None):
         """Read a target's config.json, a dict; tensors' names tell a hy_v3 layer's QK-norm if it does not."""
-        family, hy_v3 = config.get("model_type"), config.get("model_type") == "hy_v3"
-        require(hy_v3 or family == "glm4_moe", f"model_type {family!r} is neither glm4_moe nor hy_v3; MLA, "
-                "softmax routers and dense MTP layers do not fit this draft")
-        config = {HY_V3_KEYS.get(key, key) if hy_v3 else key: value for key, value in config.items()
-                  if value is not None}
+        family = config.get("model_type")
+        require(family in KEYS, f"model_type {family!r} is none of {', '.join(KEYS)}; MLA, softmax routers "
+                "and dense MTP layers do not fit this draft")
+        config = {KEYS[family].get(key, key): value for key, value in config.items() if value is not None}
         act, bias = config.get("hidden_act", "silu"), config.get("mlp_bias", False)
         require(act == "silu" and not bias, f"experts must be silu without bias, not {act!r}, bias {bias!r}")
         default = dict(use_qk_norm=False, partial_rotary_factor=0.5)
-        if hy_v3:  # transformers writes neither key and does both, vLLM would read a missing qk_norm as False
+        if family == "bailing_moe_v2":
+            default, usual = dict(n_shared_experts=0), dict(
+                use_bias=False, score_function="sigmoid",
+                moe_shared_expert_intermediate_size=config.get("moe_intermediate_size"))
+            odd = {key: config[key] for key in usual if config.get(key, usual[key]) != usual[key]}
+            require(not odd, f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
+        if family == "hy_v3":  # transformers writes neither key and does both; vLLM reads no qk_norm as False
             q_norm = names is None or any(name.endswith("self_attn.q_norm.weight") for name in names)
             default = dict(use_qk_norm=q_norm, norm_topk_prob=True)
             for name in default.keys() - config.keys():
@@ -350,10 +360,12 @@ def attend_fa(q, k, v, past_k, past_v, docs, group=None):
 
 class AllToAll(torch.autograd.Function):
     """x[i] goes to rank i of the group, what comes from rank i becomes out[i]; its own backward."""
+    bytes_sent = 0  # by this process, to other ranks
     @staticmethod
     def forward(ctx, x, group):
         ctx.group, out = group, torch.empty_like(x)
         dist.all_to_all_single(out, x, group=group)
+        AllToAll.bytes_sent += x.nbytes // len(x) * (len(x) - 1)
         return out
 
     @staticmethod
@@ -447,53 +459,14 @@ def experts_ref(x, chosen, weights, gate_up_proj, down_proj):
         y = y.index_add(0, row, out.to(y.dtype) * weights[row, slot, None])
     return y.to(x.dtype)
 
-def sort_by_expert(chosen, n_experts):
-    """order (N*A,): (row, slot) pairs in stable order of their expert; ends (E,): where an expert's end."""
-    flat, order = chosen.flatten().sort(stable=True)
-    return order, torch.searchsorted(flat, torch.arange(n_experts, device=flat.device), right=True)
-
-class ExpertsCPU(torch.autograd.Function):
-    """Pairs sorted by expert, each expert's rows worked on while they are in the cache. Saves x and gate_up's
-    output; a routing weight's gradient is <act, dy W_down>: no expert's output is kept, no [N * A, C] is."""
-    @staticmethod
-    def forward(ctx, x, chosen, weights, gate_up_proj, down_proj):
-        order, ends = sort_by_expert(chosen, len(gate_up_proj))
-        rows, scale, ends = order // chosen.shape[1], weights.flatten()[order, None], ends.tolist()
-        ctx.spans = [(e, slice(i, j)) for e, (i, j) in enumerate(zip([0] + ends, ends)) if i < j]
-        hidden = x.new_empty(len(order), gate_up_proj.shape[1])
-        y = torch.zeros_like(x, dtype=weights.dtype)
-        for e, at in ctx.spans:
-            gate, up = torch.mm(x[rows[at]], gate_up_proj[e].mT, out=hidden[at]).chunk(2, dim=-1)
-            act = (F.silu(gate) * up).mul_(scale[at])
-            y.index_add_(0, rows[at], (act @ down_proj[e].mT).to(y.dtype))  # a row occurs once per expert
-        ctx.save_for_backward(x, weights, gate_up_proj, down_proj, order, hidden)
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weights, gate_up_proj, down_proj, order, hidden = ctx.saved_tensors
-        rows, scale = order // weights.shape[1], weights.flatten()[order, None]
-        dx, dscale = torch.zeros_like(x, dtype=scale.dtype), torch.empty_like(scale)
-        dgate_up, ddown = torch.zeros_like(gate_up_proj), torch.zeros_like(down_proj)  # 0 if unused
-        for e, at in ctx.spans:
-            gate, up = hidden[at].to(scale.dtype).chunk(2, dim=-1)
-            sig = gate.sigmoid()
-            silu, dout = gate * sig, dy[rows[at]]
-            act, dact = silu * up, (dout @ down_proj[e]).to(scale.dtype)
-            dscale[at] = (act * dact).sum(-1, keepdim=True)
-            torch.mm(dout.mT, (act * scale[at]).to(x.dtype), out=ddown[e])
-            dact *= scale[at]
-            dhidden = torch.cat([dact * up * (sig + silu * (1 - sig)), dact * silu], dim=-1).to(x.dtype)
-            torch.mm(dhidden.mT, x[rows[at]], out=dgate_up[e])
-            dx.index_add_(0, rows[at], (dhidden @ gate_up_proj[e]).to(dx.dtype))
-        dweights = torch.empty_like(weights).view(-1).index_copy_(0, order, dscale[:, 0]).view(weights.shape)
-        return dx.to(x.dtype), None, dweights, dgate_up, ddown
-
 def experts_grouped(x, chosen, weights, gate_up_proj, down_proj):
-    """experts_ref by two grouped matmuls over pairs sorted by expert: for CUDA, without a host sync."""
-    order, ends = sort_by_expert(chosen, len(gate_up_proj))
-    ends = ends.to(torch.int32)
-    gate, up = F.grouped_mm(x[order // chosen.shape[1]], gate_up_proj.mT, offs=ends).chunk(2, dim=-1)
+    """experts_ref by two grouped matmuls over (row, slot) pairs in stable order of their expert. No index
+    occurs twice, so that no backward adds in an order that varies; no host sync."""
+    flat, order = chosen.flatten().sort(stable=True)
+    ends = torch.arange(len(gate_up_proj), device=flat.device)
+    ends = torch.searchsorted(flat, ends, right=True, out_int32=True)  # where each expert's pairs end
+    rows = x[:, None].expand(*chosen.shape, -1).flatten(0, 1)[order]
+    gate, up = F.grouped_mm(rows, gate_up_proj.mT, offs=ends).chunk(2, dim=-1)
     act = F.silu(gate) * up * weights.flatten()[order, None].to(x.dtype)
     out = F.grouped_mm(act, down_proj.mT, offs=ends)  # (N * A, C), sorted by expert
     return out[order.argsort()].view(*chosen.shape, -1).to(weights.dtype).sum(1).to(x.dtype)
@@ -502,11 +475,12 @@ def experts(x, chosen, weights, gate_up_proj, down_proj):
     """experts_ref by the fastest way there is for x."""
     if kernels_take(x, x.shape[-1], down_proj.shape[-1]):
         return torch.ops.mtp_kernels.experts_forward(x, chosen, weights, gate_up_proj, down_proj)[0]
-    way = ExpertsCPU.apply if x.device.type == "cpu" else experts_grouped
+    aligned = all(n * x.element_size() % 16 == 0 for n in down_proj.shape[1:])  # as F.grouped_mm wants
+    way = experts_grouped if aligned and x.dtype != torch.float64 else experts_ref
     return way(x, chosen, weights, gate_up_proj, down_proj)
 
 class MLP(nn.Module):
-    """silu(gate) * up -> down: the shared expert, and the dense layer of a target."""
+    """silu(gate) * up -> down: the shared expert."""
     def __init__(self, hidden_size, width):
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(hidden_size, width, bias=False) for _ in range(2))
@@ -543,22 +517,21 @@ def balance_experts(bias, load, rate):
 # ---- The draft ---------------------------------------------------------------------------------------------
 
 class DecoderLayer(nn.Module):
-    """Pre-norm decoder layer: attention, then a MoE (or, with `dense_width`, a plain MLP)."""
-    def __init__(self, config, dense_width=None):
+    """Pre-norm decoder layer: attention, then experts."""
+    def __init__(self, config):
         super().__init__()
         self.config, C, eps = config, config.hidden_size, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(C, eps=eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(C, eps=eps)
-        self.mlp = MLP(C, dense_width) if dense_width else MoE(config)
+        self.mlp = MoE(config)
 
     def forward(self, z, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None):
-        """z (B, T, C) -> r (B, T, C), past_k, past_v, chosen experts (B, T, A) or None. No final norm."""
+        """z (B, T, C) -> r (B, T, C), past_k, past_v, chosen experts (B, T, A). No final norm."""
         x = self.input_layernorm(z)
         out, past_k, past_v = self.self_attn(x, position_ids, past_k, past_v, docs, attend, group)
         u = z + out
-        y = self.mlp(self.post_attention_layernorm(u))
-        y, chosen = y if isinstance(y, tuple) else (y, None)
+        y, chosen = self.mlp(self.post_attention_layernorm(u))
         return u + y, past_k, past_v, chosen
 
 @torch.no_grad()
@@ -769,42 +742,52 @@ def draft_tokens(n, lm_head):
 
 def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa",
              group=None, ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False,
-             counts=None, loss=None, topk=10, step_weights=None, rollout="data", measure=False):
+             counts=None, loss=None, topk=10, step_weights=None, rollout="data", measure=False,
+             sharded=False, recompute=False):
     """Loss of K = ttt_length draft steps from every row, as served: TTTOutput. ValueError for bad input.
     input_ids (B, T); hidden_states (B, T, C): the target's after its final norm; loss_mask (B, T) of the
     PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts, default
     this call's valid_counts, divide the sums. recycle: what feeds a next step, "post" (n), "pre" (r), "both"
     (a row draws one). zero_first_embedding: that of position 0, as vLLM. loss: for parse_loss, overrides both
     weights; topk: its n. step_weights: K, override decay. rollout: from step 1 on, embed the "data" or, as
-    served, the "draft"'s own argmax. measure: give tv, sampled, greedy. backend "usp": every rank of `group`
-    passes the whole row; loss is its local sum over the global count, so that gradients SUMMED are right."""
-    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group)
+    served, the "draft"'s own argmax. measure: give tv, sampled, greedy. recompute: a step's activations anew
+    in the backward pass, a step keeps g, k and v alone. backend "usp": every rank of `group` passes the whole
+    row; loss is its local sum over the global count, so that gradients SUMMED are right. sharded: of
+    hidden_states rank r passes rows r L .. (r + 1) L + K alone, L = ceil(T / P), zeros past T."""
     require(recycle in ("post", "pre", "both"), f"recycle {recycle!r} is not 'post', 'pre' or 'both'")
     require(rollout in ("data", "draft"), f"rollout {rollout!r} is neither 'data' nor 'draft'")
     terms = parse_loss(loss) if loss else {"ce": ce_weight, "kl": kl_weight}
+    check_batch(model, input_ids, loss_mask, doc_ids, ttt_length, backend, group)
     (B, T), K = input_ids.shape, ttt_length
     P, rank = (dist.get_world_size(group), dist.get_rank(group)) if backend == "usp" else (1, 0)
+    length, shape = -(-T // P), tuple(hidden_states.shape)
+    expected = B, length + K if sharded else T, model.config.hidden_size
+    require(shape == expected, f"hidden_states has shape {shape}, expected (B, T, C) = {expected}")
     post = torch.rand(B, T, 1).to(input_ids.device) < 0.5 if recycle == "both" else None
     if T % P:  # right-pad to equal shards
         doc_ids = F.pad(torch.zeros_like(input_ids) if doc_ids is None else doc_ids, (0, -T % P), value=-1)
         loss_mask = None if loss_mask is None else F.pad(loss_mask, (0, -T % P))
-    length = -(-T // P)
     lo, hi = rank * length, (rank + 1) * length
     docs = Documents(doc_ids, B, P * length, input_ids.device)
     valid = valid_rows(loss_mask, docs, K)
     count = torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
     position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K + 1) < 0
     ids = window(input_ids, lo, hi + K + 1).masked_fill(padding, 0)  # a halo of K + 1 rows, states of K
-    hidden = window(hidden_states.detach(), lo, hi + K).masked_fill_(padding[:, :-1, None], 0)
+    hidden = hidden_states.detach() if sharded else window(hidden_states.detach(), lo, hi + K)
+    hidden = hidden.masked_fill(padding[:, :-1, None], 0)
     g, past_k, past_v, ns = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], []
     load = torch.zeros(model.config.n_routed_experts, dtype=torch.long, device=ids.device)
+
+    def step(tokens, g, position_ids, past_k, past_v):
+        embeds = model.embed(tokens)
+        if zero_first_embedding:
+            embeds = embeds.masked_fill((position_ids == 0)[..., None], 0)
+        return model(embeds, g, position_ids, past_k, past_v, docs, BACKENDS[backend], group)
+    step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False) if recompute else step
     for k in range(K):
         own = draft_tokens(ns[-1], model.lm_head_weight) if k and rollout == "draft" else None
-        embeds = model.embed(ids[:, k + 1:k + 1 + length] if own is None else own)
-        if zero_first_embedding:
-            embeds = embeds.masked_fill((position_ids + k == 0)[..., None], 0)
-        n, r, past_k, past_v, chosen = model(
-            embeds, g, position_ids + k, past_k, past_v, docs, BACKENDS[backend], group)
+        tokens = ids[:, k + 1:k + 1 + length] if own is None else own
+        n, r, past_k, past_v, chosen = step(tokens, g, position_ids + k, past_k, past_v)
         ns.append(n)
         g = n if recycle == "post" else r if recycle == "pre" else torch.where(window(post, lo, hi), n, r)
         counted = docs.has_later(k + 1)[:, lo:hi, None].expand(chosen.shape).flatten()
@@ -822,12 +805,10 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     mean, prefix, hits = sums / count[:K].clamp(min=1), sums[3].round().long(), hits[:, :, :T].bool()
     return TTTOutput(loss, *mean[:3], count[:K], prefix, load, hits, *mean[4:7 if measure else 4])
 
-def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group):
+def check_batch(model, input_ids, loss_mask, doc_ids, ttt_length, backend, group):
     require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
     require(input_ids.dim() == 2, f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
     shape = tuple(input_ids.shape)
-    require(hidden_states.shape == (*shape, model.config.hidden_size), f"hidden_states has shape "
-            f"{tuple(hidden_states.shape)}, expected (B, T, C) = {(*shape, model.config.hidden_size)}")
     for name, x in dict(loss_mask=loss_mask, doc_ids=doc_ids).items():
         require(x is None or x.shape == shape, f"{name} must have the shape of input_ids, {shape}")
     require(backend in BACKENDS, f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
@@ -843,13 +824,15 @@ import hashlib
 import inspect
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
 import time
 from bisect import bisect_left, insort
 from dataclasses import asdict, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 # ---- Checkpoint layouts and initialisation -----------------------------------------------------------------
@@ -916,13 +899,12 @@ class Checkpoint:
         known = scales in [[stem + suffix] for suffix in SCALES]
         require(known and tensor.dtype in (torch.float8_e4m3fn, torch.int8), f"{name} is {tensor.dtype} with "
                 f"scales {scales or 'none'}: only float8_e4m3fn or int8 with {SCALES} can be de-quantised")
-        scale = self._raw(scales[0]).float()
-        if scales[0].endswith("_inv"):
-            fitting = [-(-size // b) for size, b in zip(tensor.shape, self.block)]
-            require(list(scale.shape) == fitting, f"{scales[0]} is {tuple(scale.shape)}, but blocks of "
-                    f"{tuple(self.block)} (weight_block_size) in {tuple(tensor.shape)} make {tuple(fitting)}")
-            for dim in (0, 1):  # the last block of each side may be ragged
-                scale = scale.repeat_interleave(self.block[dim], dim).narrow(dim, 0, tensor.shape[dim])
+        scale, (b0, b1), shape = self._raw(scales[0]).float(), self.block, tuple(tensor.shape)
+        if scales[0].endswith("_inv"):  # of blocks, the last of each side may be ragged
+            fitting = -(-shape[0] // b0), -(-shape[1] // b1)
+            require(scale.shape == fitting, f"{scales[0]} is {tuple(scale.shape)}, but blocks of {b0, b1} "
+                    f"(weight_block_size) in {shape} make {fitting}")
+            scale = scale.repeat_interleave(b0, 0).repeat_interleave(b1, 1)[:shape[0], :shape[1]]
         return tensor.float() * (scale[:, None] if scale.dim() == 1 and len(scale) > 1 else scale)
 
 def mtp_prefix(config, names):
@@ -950,14 +932,16 @@ def warm_start(model, checkpoint, prefix):
     shown = "\n  ".join(wrong[:20] + [f"and {len(wrong) - 20} more"] * (len(wrong) > 20))
     require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used; try --init scratch:\n  {shown}")
 
-def save_draft(path, model, meta):
-    """A draft directory: model.safetensors (state_dict) and config.json (MTPConfig's fields and `meta`)."""
+def save_draft(path, model, meta, rank=0):
+    """A draft directory: model.safetensors (state_dict) and config.json (MTPConfig's fields and `meta`). All
+    ranks of a sharded model call it."""
     from safetensors.torch import save_file
-    path = Path(path)
+    path, state = Path(path), {name: whole(x.detach()) for name, x in model.state_dict().items()}
+    if rank:
+        return
     path.mkdir(parents=True, exist_ok=True)
     with atomic(path / "model.safetensors") as aside:
-        save_file({name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}, aside,
-                  metadata={"format": "pt"})
+        save_file({name: x.cpu().contiguous() for name, x in state.items()}, aside, metadata={"format": "pt"})
     with atomic(path / "config.json") as aside:
         aside.write_text(json.dumps({**asdict(model.config), **meta, "format": 1}, indent=2) + "\n")
 
@@ -983,19 +967,7 @@ def read_target_config(config, names, **sizes):
     if family in DENSE:
         return dense_draft_config(config, names, sizes)
     require(not any(sizes.values()), f"{', '.join(sizes)} are for dense targets ({', '.join(DENSE)})")
-    if family != "bailing_moe_v2":
-        return MTPConfig.from_hf(config, names)
-    usual = dict(use_bias=False, score_function="sigmoid",
-                 moe_shared_expert_intermediate_size=config["moe_intermediate_size"])
-    odd = {key: config[key] for key in usual if config.get(key) not in (None, usual[key])}
-    require(not odd, f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
-    rotary = read_rope(config)[1]
-    config = config | dict(
-        model_type="glm4_moe", n_routed_experts=config["num_experts"], n_group=config.get("n_group") or 1,
-        n_shared_experts=config.get("num_shared_experts") or 0, topk_group=config.get("topk_group") or 1,
-        attention_bias=bool(config.get("use_qkv_bias")),
-        partial_rotary_factor=1.0 if rotary is None else rotary)
-    return replace(MTPConfig.from_hf(config, names), model_type=family)
+    return MTPConfig.from_hf(config, names)
 
 def dense_draft_config(config, names, sizes):
     """MTPConfig of a draft for a dense target. Shared experts are as wide as its MLP, which becomes one."""
@@ -1023,10 +995,13 @@ class Sample(NamedTuple):
     name: str                # file, and line where it has lines: what an error names
     input_ids: torch.Tensor  # (L,) int64
     loss_mask: torch.Tensor  # (L,) bool: tokens to learn
+    file: object = None      # where its hidden states are stored, from row `start` on
+    start: int = 0
 
 class Target:
-    """A frozen Hugging Face causal LM: gives hidden states, embedding and lm_head, and verifies drafts."""
-    def __init__(self, cfg, path, device):
+    """A frozen Hugging Face causal LM: gives hidden states, embedding and lm_head, and verifies drafts.
+    stored: hidden states come from files, see open_stored; its layers are not loaded."""
+    def __init__(self, cfg, path, device, stored=False):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
         logging.disable_progress_bar()
@@ -1040,7 +1015,7 @@ class Target:
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
         self.model, info = AutoModelForCausalLM.from_pretrained(
             self.path, dtype=cfg.dtype, device_map=cfg.target_device_map, use_safetensors=True,
-            output_loading_info=True, **options)
+            output_loading_info=True, **options, **{"num_hidden_layers": 0} if stored else {})
         lost = ", ".join(sorted(info["missing_keys"])[:5])
         require(not lost, f"{self.path} lacks weights of the target: {lost}")
         self.model.eval().requires_grad_(False)
@@ -1052,58 +1027,52 @@ class Target:
         self.lm_head = self.model.get_output_embeddings().weight.detach().to(device)
 
     @torch.no_grad()
-    def states(self, samples, budget=16384):
-        """Last hidden states after the final norm, [(L, C)], each sample seen on its own."""
-        found = [None] * len(samples)
-        order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
+    def states(self, samples, spans=None, budget=16384):
+        """Last hidden states after the final norm of rows start..stop, `spans`, of samples, each seen on its
+        own: [(stop - start, C)]."""
+        spans = spans or [(0, len(sample.input_ids)) for sample in samples]
+        found = [self.read_states(s, *at) if s.file else None for s, at in zip(samples, spans)]
+        order = sorted((i for i, x in enumerate(found) if x is None), key=lambda i: spans[i][1])
         while order:
-            longest = len(samples[order[-1]].input_ids)
+            longest = spans[order[-1]][1]
             order, batch = order[:-max(1, budget // longest)], order[-max(1, budget // longest):]
             ids = torch.zeros(len(batch), longest, dtype=torch.long)
             for row, i in zip(ids, batch):  # padding on the right: no real row of a causal model sees it
-                row[:len(samples[i].input_ids)] = samples[i].input_ids
+                row[:spans[i][1]] = samples[i].input_ids[:spans[i][1]]
             hidden = self.model.base_model(ids.to(self.model.device), use_cache=False).last_hidden_state
             for row, i in zip(hidden.to(self.device), batch):
-                found[i] = row[:len(samples[i].input_ids)]
+                found[i] = row[slice(*spans[i])]
         return found
+
+    def read_states(self, sample, start, stop):
+        """Rows start..stop of stored states, read alone; those from before the final norm are normed."""
+        from safetensors import safe_open
+        with safe_open(sample.file, "pt") as file:
+            rows, stage = file.get_slice("hidden_states"), (file.metadata() or {}).get("stage", "pre_norm")
+            at, last = slice(sample.start + start, sample.start + stop), rows.get_shape()[1] - 1
+            rows = rows[at] if len(rows.get_shape()) == 2 else rows[at, last]  # (T, layers, C)
+        rows = rows.to(self.model.device)
+        return (rows if stage == "post_norm" else self.model.base_model.norm(rows)).to(self.device)
 
 def sha256(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 def find_target(path):
     """Directory of a target; what is none is taken as a hub id and looked up (and downloaded if need be)."""
-    if not os.path.isdir(path):
-        from huggingface_hub import snapshot_download
-        try:
-            path = snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja"])
-        except Exception as error:  # the hub's client raises many kinds
-            raise FileNotFoundError(f"target {str(path)!r} is no directory and no hub id that can be had: "
-                                    f"{str(error).splitlines()[0]}") from None
-    return Path(path)
+    from huggingface_hub import snapshot_download
+    if os.path.isdir(path):
+        return Path(path)
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except Exception as error:  # the hub's client raises many kinds
+        raise FileNotFoundError(f"target {str(path)!r} is neither a directory nor a hub id that can be had: "
+                                f"{str(error).splitlines()[0]}") from None
 
-DEMO = MTPConfig(vocab_size=4096, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
-                 n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
-                 partial_rotary_factor=0.5, max_position_embeddings=4096)
-
-class DemoTarget(nn.Module):
-    """A small glm4_moe language model of this file's own layers: the first one dense, the others MoE."""
-    n_layers, dense_width, steps, batch, length = 3, 512, 800, 8, 128
-    def __init__(self, config):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i == 0 and self.dense_width)
-                                    for i in range(self.n_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def forward(self, input_ids):
-        """input_ids (B, T) -> logits (B, T, V), [chosen experts (B, T, A) of each MoE layer]."""
-        docs = Documents(None, *input_ids.shape, input_ids.device)
-        x, routes = self.embed_tokens(input_ids), []
-        for layer in self.layers:
-            x, _, _, chosen = layer(x, docs.position_ids, [], [], docs, attend_fa)
-            routes.append(chosen)
-        return self.lm_head(self.norm(x)), routes[1:]
+DEMO = dict(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=32, n_routed_experts=8, num_experts_per_tok=2,
+            moe_intermediate_size=128, n_shared_experts=1, routed_scaling_factor=1.0, use_qk_norm=True,
+            first_k_dense_replace=1, intermediate_size=512, max_position_embeddings=4096,
+            num_nextn_predict_layers=0)
 
 def stdlib_files(every=1):
     """(training, held-out) files of Python's standard library, text every machine has; each 20th held out."""
@@ -1113,49 +1082,32 @@ def stdlib_files(every=1):
     files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
     return [f for i, f in enumerate(files) if i % 20][::every], files[::20][::every]
 
-def build_demo_target(path):
-    """Train the demo's tokenizer and language model on the standard library; save a HF checkpoint."""
+def build_demo_target(path, steps=800, batch=8, length=128):
+    """Train the demo's tokenizer and target, a small GLM-4.x, on the standard library; save both."""
     from tokenizers import ByteLevelBPETokenizer
     from tqdm import tqdm
-    from transformers import PreTrainedTokenizerFast
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
     say(f"first run: builds the demo target from Python's standard library, about 2 minutes -> {path}")
-    texts, length = [file.read_text(errors="replace") for file in stdlib_files()[0]], DemoTarget.length
-    bpe, end = ByteLevelBPETokenizer(), "<|endoftext|>"
-    bpe.train_from_iterator(texts, vocab_size=DEMO.vocab_size, special_tokens=[end], show_progress=False)
+    texts, end = [file.read_text(errors="replace") for file in stdlib_files()[0]], "<|endoftext|>"
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=DEMO["vocab_size"], special_tokens=[end], show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=end)
     ids = [i for row in tokenizer(texts)["input_ids"] for i in [*row, tokenizer.eos_token_id]]
     ids = torch.tensor(ids[:len(ids) // length * length]).view(-1, length)
-    generator, model, steps = torch.Generator().manual_seed(0), DemoTarget(DEMO), DemoTarget.steps
-    init_weights(model, DEMO.initializer_range, generator)
+    torch.manual_seed(0)
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**DEMO, eos_token_id=tokenizer.eos_token_id))
     adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for step in tqdm(range(steps), desc="demo target", unit="step", mininterval=1):
-        rows = ids[torch.randint(len(ids), (DemoTarget.batch,), generator=generator)]
-        logits, routes = model(rows)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+        rows = ids[torch.randint(len(ids), (batch,))]
         adam.zero_grad()
-        loss.backward()
+        model(rows, labels=rows).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.param_groups[0]["lr"] = 4e-3 * min((step + 1) / 30, 1.0, 0.02 + 2 * (1 - step / steps))
         adam.step()
-        for layer, chosen in zip(model.layers[1:], routes):
-            load = chosen.flatten().bincount(minlength=DEMO.n_routed_experts)
-            balance_experts(layer.mlp.gate.e_score_correction_bias, load, 0.01)
-    save_demo_target(path, model, tokenizer)
-
-def save_demo_target(path, model, tokenizer):
-    from safetensors.torch import save_file
-    state = {name if name.startswith("lm_head") else f"model.{name}": tensor.detach().clone()
-             for name, tensor in native_views(model.state_dict(), "glm4_moe", "")}
-    config = {**asdict(DEMO), "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32",
-              "hidden_act": "silu", "intermediate_size": model.dense_width, "first_k_dense_replace": 1,
-              "num_hidden_layers": model.n_layers, "num_nextn_predict_layers": 0,
-              "tie_word_embeddings": False, "eos_token_id": tokenizer.eos_token_id}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as aside:
-        aside.mkdir()
+        model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        save_file(state, aside / "model.safetensors", metadata={"format": "pt"})
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 def encode_messages(messages, tokenizer):
     """(input_ids, loss_mask of assistant tokens), by the template's markers, else by rendering prefixes."""
@@ -1174,43 +1126,71 @@ def encode_messages(messages, tokenizer):
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return out["input_ids"], [any(i < b and j > a for a, b in spans) for i, j in out["offset_mapping"]]
 
-def read_documents(path, tokenizer):
-    """Yield (name, input_ids, loss_mask) of each document; of an unreadable line (name, None, reason)."""
+def read_documents(path, target):
+    """Yield (name, file or None, input_ids, loss_mask) of each document; of an unusable one, None and why."""
+    if os.path.isdir(path):  # of stored hidden states
+        for file in sorted(Path(path).glob("*.safetensors")):
+            try:
+                yield str(file), file, *open_stored(file, target)
+            except Exception as error:  # a broken file raises many kinds
+                yield str(file), file, None, str(error)
+        return
     if not os.path.isfile(path):
         raise FileNotFoundError(f"data file {path} does not exist")
     if not str(path).endswith(".jsonl"):
-        ids = tokenizer(Path(path).read_text(errors="replace"))["input_ids"]
-        yield str(path), ids, [True] * len(ids)
+        ids = target.tokenizer(Path(path).read_text(errors="replace"))["input_ids"]
+        yield str(path), None, ids, [True] * len(ids)
         return
     for number, line in enumerate(open(path, encoding="utf-8", errors="replace"), 1):
         try:
             row = json.loads(line)
             if "messages" in row:
                 messages = [{**message, "role": message["role"]} for message in row["messages"]]
-                found = encode_messages(messages, tokenizer)
+                found = encode_messages(messages, target.tokenizer)
             else:
-                ids = tokenizer("" + row["text"])["input_ids"]
+                ids = target.tokenizer("" + row["text"])["input_ids"]
                 found = ids, [True] * len(ids)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             found = None, f"neither text nor messages: {type(error).__name__} {error}"
-        yield f"{path}:{number}", *found
+        yield f"{path}:{number}", None, *found
 
-def read_samples(paths, tokenizer, seq_len, shortest):
+def open_stored(path, target):
+    """(input_ids, loss_mask) of a file of hidden states, written by `capture` or by vLLM's
+    ExampleHiddenStatesConnector (token_ids; [T, layers, C], not normed); ValueError says what is wrong."""
+    from safetensors import safe_open
+    with safe_open(path, "pt") as file:
+        meta, names, C = file.metadata() or {}, sorted(file.keys()), target.draft_config.hidden_size
+        known = "token_ids" if "token_ids" in names else "input_ids"
+        require({known, "hidden_states"} <= {*names}, f"holds {names}, not input_ids and hidden_states")
+        ids, states = file.get_tensor(known).long(), file.get_tensor("hidden_states")
+        mask = file.get_tensor("loss_mask") if "loss_mask" in names else torch.ones_like(ids)
+    require(states.shape in [(len(ids), C), (len(ids), *states.shape[1:2], C)] and mask.shape == ids.shape,
+            f"hidden_states is {tuple(states.shape)}, expected ({len(ids)}, {C}) of this target")
+    require(states.dim() == 3 or meta.get("stage") in ("post_norm", "pre_norm"),
+            f"its metadata has stage {meta.get('stage')!r}, neither post_norm nor pre_norm")
+    theirs = meta.get("target_config_sha256", target.sha256)
+    require(theirs == target.sha256, f"of another target, whose config.json has sha256 {theirs[:12]}..")
+    require(states.isfinite().all(), "hidden_states holds nan or inf")
+    return ids, mask
+
+def read_samples(paths, target, seq_len, shortest):
     """[Sample] of at most seq_len tokens; longer documents are cut. What is unusable is counted and named."""
     from tqdm import tqdm
-    samples, skipped = [], []
+    samples, skipped, V = [], [], target.draft_config.vocab_size
     for path in tqdm(paths, desc="reading", unit="file", leave=False, delay=2):
-        for name, ids, mask in read_documents(path, tokenizer):
-            pieces = [] if ids is None else zip(torch.tensor(ids, dtype=torch.long).split(seq_len),
-                                                torch.tensor(mask, dtype=torch.bool).split(seq_len))
-            kept = [Sample(name, i, m) for i, m in pieces if len(i) >= shortest and m[2:].any()]
+        for name, file, ids, mask in tqdm(read_documents(path, target), leave=False, delay=2):
+            ids, mask, reason = (torch.tensor([]), [], mask) if ids is None else (ids, mask, None)
+            pieces = zip(*(torch.as_tensor(x).split(seq_len) for x in (ids, mask)))
+            kept = [Sample(name, i.long(), m.bool(), file, n * seq_len) for n, (i, m) in enumerate(pieces)
+                    if len(i) >= shortest and m[2:].any()]
+            if any(not 0 <= i.input_ids.min() <= i.input_ids.max() < V for i in kept):
+                kept, reason = [], f"holds a token id outside the target's vocabulary of {V}"
             samples += kept
             if not kept:
-                reason = mask if ids is None else f"under {shortest} tokens, or none to learn"
-                skipped.append(f"{name} ({reason})")
+                skipped.append(f"{name} ({reason or f'under {shortest} tokens, or none to learn'})")
     if skipped:
         say(f"{len(skipped)} documents skipped: {'; '.join(skipped[:3])}{'; ..' if len(skipped) > 3 else ''}")
-    require(samples, f"no usable document in {len(paths)} data files: each needs {shortest} tokens or more")
+    require(samples, f"no usable document in {', '.join(map(str, paths[:3]))}: each needs {shortest} tokens")
     return samples
 
 def pack(samples, seq_len):
@@ -1230,22 +1210,56 @@ def pack(samples, seq_len):
 def shuffled(n, seed, epoch):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
 
-def make_batch(rows, length, target, device):
-    """(input_ids, hidden_states, loss_mask, doc_ids) of packed rows, each (B, length, ...), doc_ids None if
-    each row is one full document; and the names of samples whose hidden states are not finite."""
-    ids, bad = torch.zeros(len(rows), length, dtype=torch.long), []
+def lay_out(rows, length, device):
+    """(input_ids, loss_mask, doc_ids) of packed rows, each (B, length); doc_ids None if each row is one full
+    document."""
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
     mask, docs = torch.zeros_like(ids, dtype=torch.bool), torch.full_like(ids, -1)
-    states = iter(target.states([sample for row in rows for sample in row]))
-    hidden = target.lm_head.new_zeros(len(rows), length, target.lm_head.shape[1])
     for b, row in enumerate(rows):
         start = 0
         for d, sample in enumerate(row):
             here = slice(start, start := start + len(sample.input_ids))
             ids[b, here], mask[b, here], docs[b, here] = sample.input_ids, sample.loss_mask, d
-            hidden[b, here] = next(states)
-            bad += [] if hidden[b, here].isfinite().all() else [sample.name]
-    docs = None if (docs == 0).all() else docs.to(device)
-    return (ids.to(device), hidden, mask.to(device), docs), bad
+    return ids.to(device), mask.to(device), None if (docs == 0).all() else docs.to(device)
+
+def gather_states(rows, lo, hi, target):
+    """hidden_states (B, hi - lo, C) of positions lo..hi of packed rows; names of samples with nan or inf."""
+    hidden, wanted = target.lm_head.new_zeros(len(rows), hi - lo, target.lm_head.shape[1]), []
+    for b, row in enumerate(rows):
+        start = 0
+        for sample in row:
+            i, j = max(lo, start), min(hi, start + len(sample.input_ids))
+            if i < j:
+                wanted.append((sample, (i - start, j - start), (b, slice(i - lo, j - lo))))
+            start += len(sample.input_ids)
+    samples, spans, places = zip(*wanted) if wanted else ((), (), ())
+    for at, states in zip(places, target.states(samples, spans)):
+        hidden[at] = states
+    return hidden, [s.name for s, at in zip(samples, places) if not hidden[at].isfinite().all()]
+
+def capture(cfg):
+    """Store the target's hidden states of --data, a safetensors file per sample, for --hidden-states."""
+    from safetensors.torch import save_file
+    from tqdm import tqdm
+    require(cfg.target and cfg.data and cfg.out, "--target DIR, --data FILE.. and --out DIR are all needed")
+    ranks, out = start_ranks(cfg.device), Path(cfg.out)
+    target = open_target(cfg, ranks)
+    out.mkdir(parents=True, exist_ok=True)
+    meta = dict(stage="post_norm", dtype=str(target.lm_head.dtype), target_config_sha256=target.sha256)
+    files = {}  # named after their content: what an interrupted capture has written stays
+    samples = list(enumerate(read_samples(cfg.data, target, cfg.seq_len, 3)))
+    for number, sample in samples[ranks.rank::ranks.dp]:
+        key = repr((sample.input_ids.tolist(), sample.loss_mask.tolist(), meta)).encode()
+        files[out / f"{number:06d}-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"] = sample
+    todo = [(file, sample) for file, sample in files.items() if not file.exists()]
+    with tqdm(total=len(files), initial=len(files) - len(todo), desc="capture", unit="sample") as bar:
+        for part in (todo[i:i + 16] for i in range(0, len(todo), 16)):
+            for (file, sample), hidden in zip(part, target.states([sample for _, sample in part])):
+                tensors = dict(input_ids=sample.input_ids, loss_mask=sample.loss_mask, hidden_states=hidden)
+                with atomic(file) as aside:
+                    save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, aside,
+                              metadata={**meta, "sample": sample.name})
+            bar.update(len(part))
 
 # ---- Distributed -------------------------------------------------------------------------------------------
 
@@ -1254,8 +1268,10 @@ class Ranks(NamedTuple):
     rank: int = 0
     dp: int = 1
     sp: int = 1
-    group: object = None
+    group: object = None  # the sp ranks that share a row
     device: torch.device = torch.device("cpu")
+    mesh: object = None   # DeviceMesh of all ranks, for FSDP2
+    saver: object = None  # group of all ranks, for saving in the background
 
 def start_ranks(device="auto", backend="sdpa", sp=None):
     """Join the process group that torchrun describes, if any. usp: `sp` ranks (default all) share a row."""
@@ -1269,16 +1285,25 @@ def start_ranks(device="auto", backend="sdpa", sp=None):
     require(world % sp == 0, f"--sp {sp} does not divide the {world} ranks; start a multiple of it")
     if world > 1 or backend == "usp":
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **alone)
         mesh = dist.device_mesh.init_device_mesh(device.type, (world // sp, sp), mesh_dim_names=("dp", "sp"))
         group = mesh["sp"].get_group() if backend == "usp" else None
-    return Ranks(rank, world // sp, sp, group, device)
+    several = (mesh["dp", "sp"]._flatten(), dist.new_group(backend="gloo")) if world > 1 else ()
+    return Ranks(rank, world // sp, sp, group, device, *several)
 
 def all_sum(tensor):
     """Sum over all ranks, in place; nothing to do without a process group."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+def each_rank(value):
+    """[value of rank 0, ..], on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 def barrier(ranks):
     if ranks.dp * ranks.sp > 1:
@@ -1291,6 +1316,40 @@ def say(text):
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
+class TTT(nn.Module):
+    """ttt_loss as a module: what FSDP2 wraps, for one gathering of the weights to serve all steps."""
+    def __init__(self, draft, **options):
+        super().__init__()
+        self.draft, self.options = draft, options
+
+    def forward(self, *batch, **more):
+        return ttt_loss(self.draft, *batch, **{**self.options, **more})
+
+def shard(ttt, mesh):
+    """FSDP2: each rank keeps a slice of the weights and of their optimizer state; gradients are summed. The
+    fp32 router stays whole: weights gathered together have one dtype."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    router = ttt.draft.mlp.gate.weight
+    policy = MixedPrecisionPolicy(reduce_dtype=fp32(ttt.draft.eh_proj.weight.dtype))
+    fully_shard(ttt, mesh=mesh, mp_policy=policy, ignored_params={router})
+    ttt.set_gradient_divide_factor(1.0)
+    ttt.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+
+def is_sharded(x):
+    return isinstance(x, dist.tensor.DTensor)
+
+def whole(x):
+    """All of a tensor of which each rank holds a slice; all ranks call it."""
+    return x.full_tensor() if is_sharded(x) else x
+
+def grad_norm(params):
+    """Global norm of summed gradients, of whole and of sharded parameters."""
+    squares = torch.zeros(2, dtype=torch.float64, device=params[0].device)
+    for p in params:
+        grad = p.grad.to_local() if is_sharded(p) else p.grad
+        squares[int(is_sharded(p))] += grad.to(fp32(p.dtype)).square().sum()
+    return math.sqrt(squares[0] + (all_sum(squares[1:])[0] if any(map(is_sharded, params)) else 0))
+
 # ---- Optimizer, checkpoints --------------------------------------------------------------------------------
 
 class MasterAdamW:
@@ -1299,9 +1358,12 @@ class MasterAdamW:
         self.params = dict(model.named_parameters())
         self.masters = {name: p if p.dtype == fp32(p.dtype) else nn.Parameter(p.detach().float())
                         for name, p in self.params.items()}
-        matrices, rest = ([p for p in self.masters.values() if (p.dim() > 1) == x] for x in (True, False))
-        self.adam = torch.optim.AdamW([dict(params=matrices, weight_decay=weight_decay),
-                                       dict(params=rest, weight_decay=0.0)], betas=(0.9, 0.95), fused=True)
+        groups = {}  # fused AdamW takes sharded and whole tensors apart
+        for p in self.masters.values():
+            groups.setdefault((p.dim() > 1, is_sharded(p)), []).append(p)
+        self.adam = torch.optim.AdamW([dict(params=params, weight_decay=weight_decay * matrices)
+                                       for (matrices, _), params in groups.items()],
+                                      betas=(0.9, 0.95), fused=True)
         for p in self.masters.values():  # AdamW makes these at its first step; a checkpoint needs them before
             self.adam.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
                                   "exp_avg_sq": torch.zeros_like(p)}
@@ -1365,13 +1427,22 @@ def training_state(model, optimizer, progress):
         state |= {f"{key}.{name}": x for key, x in optimizer.adam.state[p].items()}
     return state | {f"progress.{key}": torch.tensor(x, dtype=torch.float64) for key, x in progress.items()}
 
+@contextlib.contextmanager
 def save_state(cfg, model, optimizer, progress, ranks):
-    """Write OUT/checkpoints/step-N, all ranks together; keep the newest `keep`."""
+    """Write OUT/checkpoints/step-N, all ranks together; keep the newest `keep`. With --background-save the
+    body runs meanwhile, and is given a future. Only once the body has ended does the state count."""
     import torch.distributed.checkpoint as dcp
     path = Path(cfg.out) / "checkpoints" / f"step-{progress['step']:.0f}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path, ranks) as aside:
-        dcp.save(training_state(model, optimizer, progress), checkpoint_id=aside)
+        state = training_state(model, optimizer, progress)
+        if cfg.background_save:
+            writing = dcp.async_save(state, checkpoint_id=aside, process_group=ranks.saver)
+            yield writing
+            writing.result()
+        else:
+            dcp.save(state, checkpoint_id=aside)
+            yield
     for old in saved_states(cfg.out)[:-cfg.keep] if ranks.rank == 0 else []:
         shutil.rmtree(old)
 
@@ -1383,6 +1454,8 @@ def load_state(path, model, optimizer, progress):
     torch.set_rng_state(state["rng"])
     optimizer.publish()
     return {key: state[f"progress.{key}"].item() for key in progress}
+
+PROGRESS = "step", "tokens", "skipped", "bad_samples", "skipped_in_a_row", "best"
 
 # ---- Options -----------------------------------------------------------------------------------------------
 
@@ -1403,7 +1476,8 @@ class ModelOptions:
 @dataclass
 class TrainConfig(ModelOptions):
     data: list = option(None, "training files, .txt or .jsonl ({text} or {messages}); default: the demo's")
-    eval_data: list = option(None, "held-out files; default: every 20th sample of --data")
+    hidden_states: list = option(None, "instead: directories of stored hidden states, see capture")
+    eval_data: list = option(None, "held-out files, or directories; default: every 20th training sample")
     out: str = option("runs/demo", "draft directory to write, with checkpoints/ and metrics.jsonl")
     init: str = option("auto", "warm: from the target's MTP layer", choices=["auto", "warm", "scratch"])
     n_routed_experts: int = option(None, "E, for a dense target (default 8)")
@@ -1413,6 +1487,9 @@ class TrainConfig(ModelOptions):
     backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp fa, rows split over ranks",
                           choices=[*BACKENDS, "auto"], also="--attention-backend")
     sp: int = option(None, "usp: ranks that share a row; default all")
+    fsdp: str = option("auto", "FSDP2 shards draft and optimizer over the ranks; auto: if there are several",
+                       choices=["auto", "on", "off"])
+    recompute: bool = option(False, "compute a step's activations again in the backward pass: less memory")
     ttt_length: int = option(3, "K, draft steps trained from every row")
     recycle: str = option("post", "fed to the next step: post (after the final norm), pre, or both (each row "
                           "one at random); README, Serving", choices=["post", "pre", "both"])
@@ -1436,39 +1513,24 @@ class TrainConfig(ModelOptions):
     eval_every: int = option(0, "evaluate every N steps, best draft to OUT/best; 0: only before and after")
     eval_rows: int = option(32, "held-out rows per evaluation")
     save_every: int = option(100, "save the training state every N steps (and at the end)")
+    background_save: bool = option(False, "go on training while the state is written")
     keep: int = option(2, "training states kept")
     log_every: int = option(10, "steps per line of metrics.jsonl")
+    tensorboard: bool = option(False, "write OUT/tensorboard, too (pip install tensorboard)")
     resume: str = option(None, "auto, never or a checkpoints/step-N; default: auto if torchrun restarts it")
 
 @dataclass
-class EvalConfig(ModelOptions):
+class Options(TrainConfig):
+    """What other commands than train take as well."""
     draft: str = option(None, "draft directory")
-    recycle: str = option(None, "post or pre; default: the draft's, post for both", choices=["post", "pre"])
-    data: list = option(None, "held-out files, .txt or .jsonl; default: the demo's")
-    backend: str = option("sdpa", "attention", choices=["sdpa", "fa", "auto"], also="--attention-backend")
-    ttt_length: int = option(None, "draft steps evaluated; default: the draft's")
-    seq_len: int = option(256, "tokens per row")
-    eval_rows: int = option(32, "rows evaluated")
-    micro_batch_size: int = option(8, "rows per forward pass")
-
-@dataclass
-class DataConfig(ModelOptions):
-    prompts: str = option(None, "prompts: .txt, one a line, or .jsonl of {prompt} or {messages}")
-    out: str = option(None, ".jsonl to append to, a line per prompt; goes on where it was interrupted")
-    max_new_tokens: int = option(256, "length limit of an answer")
-    batch_size: int = option(16, "prompts answered at a time")
-    raw: bool = option(False, "continue prompts as plain text even if the tokenizer has a chat template")
-
-@dataclass
-class GenerateConfig(ModelOptions):
-    draft: str = option(None, "draft directory")
-    recycle: str = option(None, "post or pre; default: the draft's, post for both", choices=["post", "pre"])
-    temperature: float = option(0.0, "of sampling; 0: greedy decoding")
-    draft_sampling: str = option("greedy", "how drafts are drawn", choices=["greedy", "probabilistic"])
     prompt: str = option(None, "text to continue")
     chat: bool = option(False, "put the prompt through the tokenizer's chat template")
-    max_new_tokens: int = option(128, "length limit of the answer")
-    ttt_length: int = option(None, "tokens drafted per round; default: the draft's")
+    temperature: float = option(0.0, "of sampling; 0: greedy decoding")
+    draft_sampling: str = option("greedy", "how drafts are drawn", choices=["greedy", "probabilistic"])
+    prompts: str = option(None, "prompts: .txt, one a line, or .jsonl of {prompt} or {messages}")
+    raw: bool = option(False, "continue prompts as plain text even if the tokenizer has a chat template")
+    max_new_tokens: int = option(128, "length limit of an answer")
+    run: str = option(None, "OUT directory of a training run", positional=True)
 
 def check_train_config(cfg):
     """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
@@ -1477,9 +1539,12 @@ def check_train_config(cfg):
         value = getattr(cfg, name)
         require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
     require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts: raise it")
-    require(cfg.target or not cfg.data, "--data without --target, which is the demo's: give --target DIR")
-    require(cfg.data or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
+    given = cfg.data or cfg.hidden_states
+    require(cfg.target or not given, "--data without --target, which is the demo's: give --target DIR")
+    require(given or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
+    require(not cfg.data or not cfg.hidden_states, "--data and --hidden-states: give only one of them")
     require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
+    require(not cfg.tensorboard or find_spec("tensorboard"), "--tensorboard: pip install tensorboard")
     parse_loss(cfg.loss)
     weights, K = cfg.step_weights and [float(x) for x in cfg.step_weights.split(",")], cfg.ttt_length
     require(not weights or len(weights) == K and min(weights) >= 0 < sum(weights), f"--step-weights "
@@ -1518,20 +1583,30 @@ class Run:
     """What training and evaluation share: draft, target, ranks, and how batches and the loss are taken."""
     def __init__(self, model, target, cfg, ranks, backend):
         self.model, self.target, self.cfg, self.ranks = model, target, cfg, ranks
+        self.usp, self.board, self.data_seconds = backend == "usp", None, 0.0
         names = ("ttt_length", "loss", "topk", "decay", "step_weights", "recycle", "zero_first_embedding",
-                 "rollout")
-        self.loss = partial(ttt_loss, model, backend=backend, group=ranks.group,
-                            **{name: getattr(cfg, name) for name in names})
+                 "rollout", "recompute")
+        self.loss = TTT(model, backend=backend, group=ranks.group, sharded=self.usp,
+                        **{name: getattr(cfg, name) for name in names})
 
     def batches(self, rows):
-        """This rank's share of `rows` in micro-batches: (ids, hidden_states, mask, doc_ids), bad names."""
+        """This rank's share of `rows` in micro-batches, as many on every rank: rows, (ids, mask, doc_ids)."""
         cfg, ranks = self.cfg, self.ranks
-        rows = rows[ranks.rank // ranks.sp::ranks.dp]
+        rows = (rows + [[]] * (-len(rows) % ranks.dp))[ranks.rank // ranks.sp::ranks.dp]
         for i in range(0, len(rows), cfg.micro_batch_size):
             part = rows[i:i + cfg.micro_batch_size]
-            longest = max(sum(len(sample.input_ids) for sample in row) for row in part)
+            longest = max(1, *(sum(len(sample.input_ids) for sample in row) for row in part))
             length = cfg.seq_len if ranks.device.type == "cuda" else longest  # CUDA compiles for each length
-            yield make_batch(part, length, self.target, ranks.device)
+            yield part, lay_out(part, length, ranks.device)
+
+    def states(self, rows, length):
+        """hidden_states of packed rows, with usp this rank's share and halo; names of samples not finite."""
+        began, share = time.perf_counter(), -(-length // self.ranks.sp)
+        lo = self.ranks.rank % self.ranks.sp * share
+        hi = lo + share + self.cfg.ttt_length * self.usp
+        found = gather_states(rows, lo, hi, self.target)
+        self.data_seconds += time.perf_counter() - began
+        return found
 
     def tally(self, out=None):
         """[8, K] sums: CE, KL, right, counted, prefix hits, TV, sampled, greedy; 0 where not measured."""
@@ -1543,21 +1618,23 @@ class Run:
 
     def gradients(self, rows):
         """Gradients, summed over all ranks. Returns loss, tally, expert load, names of samples not finite."""
-        batches, tally, sp = list(self.batches(rows)), self.tally(), self.ranks.sp
+        batches, tally, sp, bad = list(self.batches(rows)), self.tally(), self.ranks.sp, []
         K, E, loss = self.cfg.ttt_length, self.model.config.n_routed_experts, tally.new_zeros(())
         counts, load = tally.new_zeros(K + 1).long(), tally.new_zeros(E).long()
-        for (ids, _, mask, docs), _ in batches:
+        for _, (ids, mask, docs) in batches:
             counts += valid_counts(mask, docs, K, batch=ids.shape[0], length=ids.shape[1])
         counts = all_sum(counts) // sp  # the ranks of a group count the same rows
-        for p in self.model.parameters():
-            p.grad = torch.zeros_like(p)  # a rank without rows takes part, too
-        for batch, _ in batches:
-            out = self.loss(*batch, counts=counts)
+        self.model.zero_grad()
+        for part, (ids, mask, docs) in batches:
+            hidden, names = self.states(part, ids.shape[1])
+            out = self.loss(ids, hidden, mask, docs, counts=counts)
             out.loss.backward()
             loss, tally, load = loss + out.loss.detach(), tally + self.tally(out), load + out.expert_load
+            bad += names
         for p in self.model.parameters():
-            all_sum(p.grad)
-        return all_sum(loss), all_sum(tally) / sp, all_sum(load) // sp, sum((bad for _, bad in batches), [])
+            if not is_sharded(p):  # FSDP2 has summed the others
+                all_sum(p.grad)
+        return all_sum(loss), all_sum(tally) / sp, all_sum(load) // sp, bad
 
     @torch.no_grad()
     def evaluate(self, rows):
@@ -1565,7 +1642,8 @@ class Run:
         tally, rounds = self.tally(), self.tally().new_zeros(self.cfg.ttt_length + 1)
         post = self.cfg.recycle != "pre"  # both is evaluated as post
         options = dict(rollout="data", recycle="post" if post else "pre", measure=True)
-        for (ids, hidden, mask, docs), _ in self.batches(rows):
+        for part, (ids, mask, docs) in self.batches(rows):
+            hidden, _ = self.states(part, ids.shape[1])
             out = self.loss(ids, hidden, mask, docs, **options)
             tally += self.tally(out)
             rounds += walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(rounds.device)
@@ -1575,16 +1653,22 @@ class Run:
 
     def write_draft(self, path):
         cfg, target = self.cfg, self.target
-        if self.ranks.rank == 0:
-            save_draft(path, self.model, dict(
-                ttt_length=cfg.ttt_length, recycle=cfg.recycle, zero_first_embedding=cfg.zero_first_embedding,
-                target=str(target.path.resolve()), target_config_sha256=target.sha256))
+        save_draft(path, self.model, dict(
+            ttt_length=cfg.ttt_length, recycle=cfg.recycle, zero_first_embedding=cfg.zero_first_embedding,
+            target=str(target.path.resolve()), target_config_sha256=target.sha256), self.ranks.rank)
 
     def append(self, line):
-        """A line of metrics.jsonl."""
-        if self.ranks.rank == 0:
-            with open(Path(self.cfg.out) / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
+        """A line of metrics.jsonl; with --tensorboard its numbers go there, too."""
+        if self.ranks.rank:
+            return
+        with open(Path(self.cfg.out) / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        kind = "eval" if "eval" in line else "train"
+        for name, found in line.get("eval", line).items() if self.board else ():
+            numbered = {f"_{k}": x for k, x in enumerate(found)} if isinstance(found, list) else {"": found}
+            for k, x in numbered.items():
+                if not isinstance(x, str):
+                    self.board.add_scalar(f"{kind}/{name}{k}", x, line["step"])
 
 def means(tally):
     """ce, kl, acc, tv (lists [K]), accept_len, and that of a target that samples, of a tally [5 or 8, K]."""
@@ -1621,11 +1705,11 @@ def open_target(cfg, ranks):
     path = cfg.target
     if path is None:
         caches, python = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", sys.version_info
-        path = Path(caches) / "mtp" / f"demo-target-1-python{python.major}.{python.minor}"
+        path = Path(caches) / "mtp" / f"demo-target-2-python{python.major}.{python.minor}"
         if ranks.rank == 0 and not path.exists():
             build_demo_target(path)
         barrier(ranks)  # the others wait
-    return Target(cfg, path, ranks.device)
+    return Target(cfg, path, ranks.device, stored=bool(getattr(cfg, "hidden_states", None)))
 
 def make_draft(cfg, target, ranks):
     """(model, "warm" or "scratch"): the draft on its device, with the target's embedding and head."""
@@ -1641,8 +1725,10 @@ def make_draft(cfg, target, ranks):
 
 def read_rows(cfg, target):
     """(training rows, held-out rows): the demo's files or the user's; no held-out sample is trained on."""
-    files, held = (cfg.data, cfg.eval_data) if cfg.target else stdlib_files(every=6)
-    samples, held = (paths and read_samples(paths, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
+    files, held = (cfg.hidden_states or cfg.data, cfg.eval_data) if cfg.target else stdlib_files(every=6)
+    require(not cfg.hidden_states or all(map(os.path.isdir, [*files, *(held or [])])), "--hidden-states, and "
+            "--eval-data beside it, must be directories of stored hidden states (mtp.py capture)")
+    samples, held = (paths and read_samples(paths, target, cfg.seq_len, cfg.ttt_length + 2)
                      for paths in (files, held))
     if not held:
         require(len(samples) > 1, "--data holds a single sample, none can be held out; give --eval-data FILE")
@@ -1685,7 +1771,14 @@ def train(cfg):
                   balance_rate=0.01 * scratch if cfg.balance_rate is None else cfg.balance_rate)
     say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, {init}, {target.lm_head.dtype} "
         f"on {ranks.dp} x {ranks.sp} {ranks.device.type} ranks (data x sequence), for {target.path}")
-    optimizer, run = MasterAdamW(model, cfg.weight_decay), Run(model, target, cfg, ranks, backend)
+    run = Run(model, target, cfg, ranks, backend)
+    if cfg.tensorboard and ranks.rank == 0:
+        from torch.utils.tensorboard import SummaryWriter
+        run.board = SummaryWriter(Path(cfg.out) / "tensorboard")
+    if cfg.fsdp == "on" or cfg.fsdp == "auto" and ranks.mesh:
+        require(ranks.mesh, "--fsdp on needs several ranks: start with torchrun --nproc-per-node N")
+        shard(run.loss, ranks.mesh)
+    optimizer = MasterAdamW(model, cfg.weight_decay)
     progress, results = start_or_resume(run, optimizer), {}
     if not progress["step"]:
         results["before"] = run.evaluate(held)
@@ -1699,16 +1792,22 @@ def train(cfg):
         return results
     results["after"] = run.evaluate(held)
     say(acceptance_table(results))
+    found = each_rank((peak_memory(ranks.device), AllToAll.bytes_sent))
+    say("; ".join(f"rank {i}: peak memory {a / 2 ** 20:,.0f} MiB, {b / 2 ** 20:,.1f} MiB sent to others"
+                  for i, (a, b) in enumerate(found)))
     say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
     return results
 
 def start_or_resume(run, optimizer):
     """Progress of the run that --resume names, its state loaded; or of a new one, old demo states removed."""
-    progress, cfg = {"step": 0, "skipped": 0, "skipped_in_a_row": 0, "best": 0.0}, run.cfg
-    held, out = saved_states(cfg.out), Path(cfg.out)
+    cfg = run.cfg
+    held, out, progress = saved_states(cfg.out), Path(cfg.out), dict.fromkeys(PROGRESS, 0.0)
     path = held[-1] if cfg.resume == "auto" and held else cfg.resume
     if path not in ("auto", "never"):
         say(f"resuming from {path}")
+        meta = json.loads((Path(path).parents[1] / "config.json").read_text())
+        require({**meta, **asdict(run.model.config), "target_config_sha256": run.target.sha256} == meta,
+                f"{path} is of another target or of a draft of other sizes; give another --out")
         return load_state(path, run.model, optimizer, progress)
     barrier(run.ranks)  # all have looked
     if run.ranks.rank == 0:
@@ -1720,40 +1819,39 @@ def start_or_resume(run, optimizer):
 def train_loop(run, optimizer, progress, rows, held):
     """Optimizer steps until cfg.steps; logs, evaluates, saves. Returns a signal that ended it, or None."""
     from tqdm import tqdm
-    cfg, model, signals = run.cfg, run.model, []
+    cfg, model, signals, saving, writing = run.cfg, run.model, [], contextlib.ExitStack(), None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
     bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", unit="step",
                disable=run.ranks.rank > 0)
-    clock, tokens, tally, losses = time.perf_counter(), 0, run.tally(), []
+    since = Interval(run)
     while progress["step"] < cfg.steps:
         step = int(progress["step"])
         batch = [rows[shuffled(len(rows), cfg.seed, i // len(rows))[i % len(rows)]]
                  for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
-        loss, step_tally, load, bad = run.gradients(batch)
-        norm = torch.stack([p.grad.to(fp32(p.dtype)).norm() for p in model.parameters()]).norm().item()
-        flags = torch.tensor([not math.isfinite(norm + loss + step_tally.sum()), len(signals) > 0])
-        broken, stop = (all_sum(flags.float().to(run.ranks.device)) > 0).tolist()  # the same on all ranks
-        lr = learning_rate(step, cfg)
+        loss, tally, load, bad = run.gradients(batch)
+        norm, lr = grad_norm(list(model.parameters())), learning_rate(step, cfg)
+        flags = not math.isfinite(norm + loss + tally.sum()), signals, writing and not writing.done()
+        flags = torch.tensor(list(map(bool, flags)), dtype=torch.float, device=run.ranks.device)
+        broken, stop, unsaved = (all_sum(flags) > 0).tolist()  # the same on all ranks
         if broken:
             skip_step(run, progress, bad or [sample.name for row in batch for sample in row])
         else:
             optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
             if cfg.balance_rate:  # else not even re-centred
                 balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
-            progress["skipped_in_a_row"], tally, losses = 0, tally + step_tally, losses + [loss]
-        progress["step"], tokens = step + 1, tokens + sum(len(s.input_ids) for row in batch for s in row)
+            progress["skipped_in_a_row"], since.tally = 0, since.tally + tally
+            since.losses.append(loss.item())
+        tokens = sum(len(sample.input_ids) for row in batch for sample in row)
+        progress["step"], progress["tokens"] = step + 1, progress["tokens"] + tokens
+        since.tokens, since.rows = since.tokens + tokens, since.rows + len(batch)
         last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
         if due(cfg.log_every) or last:
-            seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            line = dict(loss=float(sum(losses)) / max(1, len(losses)), grad_norm=norm, lr=lr,
-                        tokens_per_second=tokens / seconds, skipped=int(progress["skipped"]),
-                        top_expert_share=(load.max() / load.sum().clamp(min=1)).item())
-            found = means(tally[:5])
-            run.append({"step": step + 1, **found, **line})
-            bar.set_postfix(loss=f"{line['loss']:.3f}", accept_len=f"{found['accept_len']:.2f}",
-                            tokens_per_second=f"{line['tokens_per_second']:.0f}", refresh=False)
-            tokens, tally, losses = 0, run.tally(), []
+            line = since.line(progress, load) | dict(grad_norm=norm, lr=lr)
+            run.append(line)
+            shown = "loss", "accept_len", "tokens_per_second"
+            bar.set_postfix({name: f"{line[name]:.4g}" for name in shown}, refresh=False)
+            since = Interval(run)
         bar.update()
         if due(cfg.eval_every):
             result = run.evaluate(held)
@@ -1763,21 +1861,72 @@ def train_loop(run, optimizer, progress, rows, held):
                 progress["best"] = result["accept_len"]
                 run.write_draft(Path(cfg.out) / "best")
         if due(cfg.save_every) or last or stop:
-            save_state(cfg, model, optimizer, progress, run.ranks)
+            saving.close()
             run.write_draft(cfg.out)
+            writing = saving.enter_context(save_state(cfg, model, optimizer, progress, run.ranks))
+            unsaved = cfg.background_save and not last and not stop
+        if not unsaved:  # on any rank
+            saving.close()
         if stop and not last:
             bar.close()
             return (signals or ["a signal to another rank"])[0]
     bar.close()
 
+class Interval:
+    """What is logged of the steps since the last line of metrics.jsonl."""
+    def __init__(self, run):
+        self.run, self.began, self.data_seconds = run, time.perf_counter(), run.data_seconds
+        self.tokens, self.rows, self.losses, self.tally = 0, 0, [], run.tally()
+
+    def line(self, progress, load):
+        run, seconds, share = self.run, time.perf_counter() - self.began, load / load.sum().clamp(min=1)
+        data = run.data_seconds - self.data_seconds
+        return {"step": int(progress["step"]), "loss": sum(self.losses) / max(1, len(self.losses)),
+                **means(self.tally[:5]), "tokens_per_second": self.tokens / seconds, "data_seconds": data,
+                "compute_seconds": seconds - data, "fill_ratio": self.tokens / self.rows / run.cfg.seq_len,
+                "top_expert_share": share.max().item(), "low_expert_share": share.min().item(),
+                "peak_memory": peak_memory(run.ranks.device), "bytes_sent": AllToAll.bytes_sent,
+                **{name: int(progress[name]) for name in ("tokens", "skipped", "bad_samples")}}
+
+def peak_memory(device):
+    """Bytes: the most this process has allocated on a GPU, or, on a CPU, has had resident."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
 def skip_step(run, progress, names):
     """Count a step whose loss or gradient is not finite and name its samples; ten in a row are an error."""
     progress["skipped"] += 1
+    progress["bad_samples"] += len(names)
     progress["skipped_in_a_row"] += 1
     shown = ", ".join(names[:4]) + (", .." if len(names) > 4 else "")
     say(f"step {progress['step'] + 1:.0f} skipped, its loss or gradient is not finite: {shown}")
     run.append({"step": int(progress["step"]) + 1, "skipped_samples": names})
     require(progress["skipped_in_a_row"] < 10, "ten steps in a row were skipped: lower --lr")
+
+def plot(cfg):
+    """Draw a run's acceptance per step and its loss over the optimizer steps: RUN/plot.png."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("plot needs matplotlib: pip install matplotlib") from None
+    path = Path(cfg.run) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    trained, held = [x for x in lines if "loss" in x], [x for x in lines if "eval" in x]
+    require(trained, f"{path} has no line of training yet")
+    figure, steps = Figure(figsize=(10, 4), layout="constrained"), [x["step"] for x in trained]
+    for axis, title in zip(figure.subplots(1, 2), ("acceptance per step", "loss")):
+        if title == "loss":
+            axis.plot(steps, [x["loss"] for x in trained])
+        else:
+            for k in range(len(trained[0]["acc"])):
+                line, = axis.plot(steps, [x["acc"][k] for x in trained], label=f"acc_{k}")
+                points = [x["step"] for x in held], [x["eval"]["acc"][k] for x in held]
+                axis.plot(*points, "o", color=line.get_color())
+            axis.legend(title="dots: held out" if held else None)
+        axis.set(title=title, xlabel="optimizer step")
+        axis.grid(alpha=0.3)
+    figure.savefig(Path(cfg.run) / "plot.png", dpi=120)
+    say(f"drew {Path(cfg.run) / 'plot.png'}")
 
 # ---- Speculative decoding ----------------------------------------------------------------------------------
 
@@ -1862,24 +2011,22 @@ def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=(), temperatur
             drafted, start = drafter.draft(tokens[start + 1:], known, start, K), len(tokens) - 1
 
 def open_draft(cfg):
-    """(model with its target set, target, draft's config.json); another target than its own is refused."""
+    """(model with its target set, target, ranks, cfg with what the draft decides); its own target only."""
     require(cfg.draft, "--draft DIR is missing: a directory that training wrote, e.g. runs/demo")
-    model, meta = load_draft(cfg.draft)
-    target = open_target(replace(cfg, target=cfg.target or meta["target"]), start_ranks(cfg.device))
+    (model, meta), ranks = load_draft(cfg.draft), start_ranks(cfg.device, cfg.backend, cfg.sp)
+    target = open_target(replace(cfg, target=cfg.target or meta["target"]), ranks)
     require(target.sha256 == meta["target_config_sha256"], f"{cfg.draft} was trained for another target")
     model.to(target.device).set_target(target.embed, target.lm_head)
-    return model, target, {**meta, "recycle": cfg.recycle or meta["recycle"]}
+    chosen = {name: getattr(cfg, name) or meta[name] for name in ("recycle", "ttt_length")}
+    return model, target, ranks, replace(cfg, zero_first_embedding=meta["zero_first_embedding"], **chosen)
 
 def evaluate_command(cfg):
     """Print the acceptance table of a draft on held-out text."""
-    model, target, meta = open_draft(cfg)
+    model, target, ranks, cfg = open_draft(cfg)
     backend = choose_backend(cfg.backend, target.device, target.lm_head.dtype)
-    cfg = TrainConfig(recycle=meta["recycle"], zero_first_embedding=meta["zero_first_embedding"],
-                      ttt_length=cfg.ttt_length or meta["ttt_length"], micro_batch_size=cfg.micro_batch_size,
-                      data=cfg.data or stdlib_files(every=6)[1], eval_rows=cfg.eval_rows, seq_len=cfg.seq_len)
-    samples = read_samples(cfg.data, target.tokenizer, cfg.seq_len, cfg.ttt_length + 2)
-    run = Run(model, target, cfg, Ranks(device=target.device), backend)
-    result = run.evaluate(spread(pack(samples, cfg.seq_len), cfg.eval_rows))
+    samples = read_samples(cfg.data or stdlib_files(every=6)[1], target, cfg.seq_len, cfg.ttt_length + 2)
+    rows = spread(pack(samples, cfg.seq_len), cfg.eval_rows)
+    result = Run(model, target, cfg, ranks, backend).evaluate(rows)
     say(acceptance_table({"draft": result}))
     per_position = " ".join(f"{x:.3f}" for x in result["walk"])
     say(f"walk: accepted per position {per_position}; {result['rows']:,} rows counted")
@@ -1887,15 +2034,15 @@ def evaluate_command(cfg):
 def generate_command(cfg):
     """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy) and time."""
     require(cfg.prompt and cfg.temperature >= 0, "--prompt TEXT is missing, or --temperature is below 0")
-    model, target, meta = open_draft(cfg)
-    K, tokenizer, length = cfg.ttt_length or meta["ttt_length"], target.tokenizer, cfg.max_new_tokens
+    model, target, _, cfg = open_draft(cfg)
+    K, tokenizer, length = cfg.ttt_length, target.tokenizer, cfg.max_new_tokens
     ids = tokenizer(cfg.prompt)["input_ids"] if not cfg.chat else tokenizer.apply_chat_template(
         [{"role": "user", "content": cfg.prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
     room = target.draft_config.max_position_embeddings - length - K
     require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; --max-new-tokens leaves 1 to {room}")
     eos = getattr(target.model.generation_config, "eos_token_id", None)
     eos = eos if isinstance(eos, list) else [eos]
-    drafter = Drafter(model, meta["recycle"], meta["zero_first_embedding"],
+    drafter = Drafter(model, cfg.recycle, cfg.zero_first_embedding,
                       cfg.temperature if cfg.draft_sampling == "probabilistic" else 0.0)
     plain = decode(target, ids, length, eos=eos, temperature=cfg.temperature)
     fast = decode(target, ids, length, drafter, K, eos, cfg.temperature)
@@ -1913,13 +2060,12 @@ def check_lossless(plain, fast, dtype):
     """Print that drafting changed no token, or where rounding let it; ValueError if it was not rounding."""
     if plain.answer == fast.answer:
         return print("lossless: token for token the target's own greedy answer")
-    at = next((i for i, (a, b) in enumerate(zip(plain.answer, fast.answer)) if a != b),
-              min(len(plain.answer), len(fast.answer)))
+    pairs = enumerate(zip(plain.answer, fast.answer))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(plain.answer), len(fast.answer)))
     best, lead = plain.margins[at]
     bits = {torch.bfloat16: 7, torch.float16: 10}.get(dtype, 23)
     ulps = lead / 2.0 ** (math.frexp(best)[1] - 1 - bits)
-    print(f"differs from plain greedy decoding from token {at} on, by rounding: the two best logits are "
-          f"{ulps:.1f} ulps apart")
+    print(f"differs from plain greedy decoding from token {at} on: two best logits {ulps:.1f} ulps apart")
     require(ulps <= 2 and bits < 23, "drafted and plain decoding differ by more than rounding: report it")
 
 def generate_data(cfg):
@@ -1959,32 +2105,49 @@ def generate_data(cfg):
 
 # ---- Command line ------------------------------------------------------------------------------------------
 
-COMMANDS = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate_command),
-            "generate": (GenerateConfig, generate_command), "generate-data": (DataConfig, generate_data)}
+# {command: (function, its flags beside ModelOptions', default None: taken from the draft)}
+COMMANDS = {
+    "train": (train, [f.name for f in fields(TrainConfig)], ()),
+    "eval": (evaluate_command, "draft data backend sp seq_len eval_rows micro_batch_size recycle ttt_length",
+             ("recycle", "ttt_length")),
+    "generate": (generate_command, "draft prompt chat max_new_tokens temperature draft_sampling recycle "
+                 "ttt_length", ("recycle", "ttt_length")),
+    "generate-data": (generate_data, "prompts out max_new_tokens batch_size raw", ("out",)),
+    "capture": (capture, "data out seq_len", ("out",)),
+    "plot": (plot, "run", ())}
 
 def parse(command, arguments):
-    """The command's config from flags: a dataclass field is default, type and help of its flag."""
-    kind, run = COMMANDS[command]
+    """The command's Options from flags: a dataclass field is default, type and help of its flag."""
+    run, names, unset = COMMANDS[command]
+    names = names.split() + [f.name for f in fields(ModelOptions)] if isinstance(names, str) else names
     parser = argparse.ArgumentParser(
         prog=f"mtp.py {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__ if command == "train" else run.__doc__)
-    for f in fields(kind):
-        names = ["--" + f.name.replace("_", "-"), *filter(None, [f.metadata.get("also")])]
-        how = dict(action="store_true") if f.type == "bool" else dict(
-            type={"int": int, "float": float}.get(f.type, str), choices=f.metadata.get("choices"),
-            nargs="+" if f.type == "list" else None)
-        text = f.metadata["help"] + ("" if f.default in (None, False) else f" (default {f.default})")
-        parser.add_argument(*names, dest=f.name, default=f.default, help=text, **how)
-    return kind(**vars(parser.parse_args(arguments)))
+    for f in fields(Options):
+        if f.name not in names:
+            continue
+        flags = ["--" + f.name.replace("_", "-"), *filter(None, [f.metadata.get("also")])]
+        default = None if f.name in unset else f.default
+        how = dict(dest=f.name, default=default, action="store_true") if f.type == "bool" else dict(
+            dest=f.name, default=default, type={"int": int, "float": float}.get(f.type, str),
+            choices=f.metadata.get("choices"), nargs="+" if f.type == "list" else None)
+        if f.metadata.get("positional"):
+            flags, how = [f.name], {}
+        text = f.metadata["help"] + ("" if default in (None, False) else f" (default {default})")
+        parser.add_argument(*flags, help=text, **how)
+    return Options(**dict.fromkeys(unset) | vars(parser.parse_args(arguments)))
+
+FILE_ERRORS = "SafetensorError", "CheckpointException"  # of a full disk, for instance
 
 def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
     command, *rest = arguments if arguments and arguments[0] in COMMANDS else ["train", *arguments]
     cfg = parse(command, rest)
     try:
-        COMMANDS[command][1](cfg)
-    except (ValueError, OSError) as error:
-        if os.environ.get("MTP_TRACEBACK"):
+        COMMANDS[command][0](cfg)
+    except Exception as error:
+        known = isinstance(error, (ValueError, OSError)) or type(error).__name__ in FILE_ERRORS
+        if not known or os.environ.get("MTP_TRACEBACK"):
             raise
         print(f"mtp.py: error: {error}", file=sys.stderr)
         return 2
