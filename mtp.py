@@ -2107,7 +2107,7 @@ def generate_data(cfg):
 
 # {command: (function, its flags beside ModelOptions', default None: taken from the draft)}
 COMMANDS = {
-    "train": (train, [f.name for f in fields(TrainConfig)], ()),
+    "train": (train, [*TrainConfig.__dataclass_fields__], ()),
     "eval": (evaluate_command, "draft data backend sp seq_len eval_rows micro_batch_size recycle ttt_length",
              ("recycle", "ttt_length")),
     "generate": (generate_command, "draft prompt chat max_new_tokens temperature draft_sampling recycle "
