@@ -29,12 +29,13 @@ from typing import NamedTuple
 
 import torch
 
-from mtp import (DENSE, MTP, SCALES, Checkpoint, atomic, find_target, load_draft, mtp_prefix, native_views,
+from mtp import (DENSE, MTP, Checkpoint, atomic, find_target, load_draft, mtp_prefix, native_views,
                  read_target_config, sha256)
 
 SHARD, INDEX = "model-mtp.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {"F8_E4M3": (torch.float8_e4m3fn, 448.0), "I8": (torch.int8, 127.0)}  # and the largest value
+SCALES = (".weight_scale_inv", ".weight_scale")  # of blocks; of rows, or scalar
 NAMES = {dtype: name for name, dtype in DTYPES.items()} | {dtype: name for name, (dtype, _) in CODES.items()}
 ROUTER = ("mlp.gate.weight", "mlp.router.gate.weight", "expert_bias", "e_score_correction_bias")
 OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # of layer N: engines use the main ones
@@ -215,6 +216,21 @@ def dense_additions(source, config, names):
     return found
 
 # ---- Quantised targets -------------------------------------------------------------------------------------
+
+def dequantised(name, codes, scales, block):
+    """fp32 tensor of a weight's codes and {name of its scale: scale}; what is not known is a ValueError."""
+    stem, dtypes = name.removesuffix(".weight"), (torch.float8_e4m3fn, torch.int8)
+    (kind, scale), shape = [*scales.items(), ("none", torch.ones(()))][0], tuple(codes.shape)
+    if kind not in [stem + suffix for suffix in SCALES] or len(scales) > 1 or codes.dtype not in dtypes:
+        raise ValueError(f"{name} is {codes.dtype} with scales {', '.join(scales) or 'none'}: only "
+                         f"float8_e4m3fn or int8 with one of {', '.join(SCALES)} can be de-quantised")
+    if kind.endswith("_inv"):  # of blocks, the last of each side may be ragged
+        fitting = tuple(-(-size // b) for size, b in zip(shape, block))
+        if scale.shape != fitting:
+            raise ValueError(f"{kind} is {tuple(scale.shape)}, but blocks of {tuple(block)} "
+                             f"(weight_block_size) in {shape} make {fitting}")
+        scale = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:shape[0], :shape[1]]
+    return codes.float() * (scale[:, None] if scale.dim() == 1 and len(scale) > 1 else scale).float()
 
 def requantised(source, name, tensor):
     """{name: codes, name: scale} in the scheme of a tensor's likes; {name: tensor} if they are plain."""

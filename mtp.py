@@ -93,7 +93,6 @@ class MTPConfig:
     initializer_range: float = 0.02
     max_position_embeddings: int = 131072
     model_type: str = "glm4_moe"
-
     def __post_init__(self):
         H, G, E, A = (self.num_attention_heads, self.num_key_value_heads, self.n_routed_experts,
                       self.num_experts_per_tok)
@@ -104,7 +103,6 @@ class MTPConfig:
                 f"n_routed_experts {E} cannot be n_group {self.n_group} equal groups of at least two")
         require(1 <= A <= usable, f"num_experts_per_tok {A} is not in 1..{usable}, all topk_group allows")
         require(rotary > 0 and rotary % 2 == 0, f"RoPE turns {rotary} of {self.head_dim} dims, must be even")
-
     @classmethod
     def from_hf(cls, config, names=None):
         """Read a target's config.json, a dict; tensors' names tell a hy_v3 layer's QK-norm if it does not."""
@@ -116,11 +114,11 @@ class MTPConfig:
         require(act == "silu" and not bias, f"experts must be silu without bias, not {act!r}, bias {bias!r}")
         default = dict(use_qk_norm=False, partial_rotary_factor=0.5)
         if family == "bailing_moe_v2":
-            default, usual = dict(n_shared_experts=0), dict(
-                use_bias=False, score_function="sigmoid",
-                moe_shared_expert_intermediate_size=config.get("moe_intermediate_size"))
-            odd = {key: config[key] for key in usual if config.get(key, usual[key]) != usual[key]}
+            usual = ("use_bias", False), ("score_function", "sigmoid"), (
+                "moe_shared_expert_intermediate_size", config.get("moe_intermediate_size"))
+            odd = {key: config[key] for key, value in usual if config.get(key, value) != value}
             require(not odd, f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
+            default = dict(n_shared_experts=0)
         if family == "hy_v3":  # transformers writes neither key and does both; vLLM reads no qk_norm as False
             q_norm = names is None or any(name.endswith("self_attn.q_norm.weight") for name in names)
             default = dict(use_qk_norm=q_norm, norm_topk_prob=True)
@@ -147,10 +145,8 @@ def read_rope(config):
 def fp32(dtype):
     """At least float32: what norms, routers, softmaxes and sums run in."""
     return torch.promote_types(dtype, torch.float32)
-
 def halves(x):
     return x[:len(x) // 2], x[len(x) // 2:]
-
 def window(x, start, stop):
     """A copy of x[:, start:stop], (B, stop - start, ...), zeros where x has ended."""
     part = x[:, start:stop]
@@ -176,11 +172,9 @@ class Documents:
         self.first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
         self.run = self.first.cumsum(1).masked_fill(doc_ids < 0, -1)
         self.position_ids = rows - torch.where(self.first, rows, 0).cummax(1).values
-
     def has_later(self, by):
         """(B, T) bool: does token t + by exist and lie in row t's document?"""
         return (self.run >= 0) & (window(self.run, by, by + self.run.shape[1]) == self.run)
-
     @cached_property
     def segments(self):
         """Index of every document, for kernels that take one at a time. Reads the tensors: for a CPU."""
@@ -189,7 +183,6 @@ class Documents:
         starts = self.first.nonzero().tolist()  # [b, start], b ascending
         stops = [j or self.run.shape[1] for _, j in starts[1:] + [[0, 0]]]
         return [(slice(b, b + 1), slice(i, j)) for (b, i), j in zip(starts, stops) if self.run[b, i] >= 0]
-
     @cached_property
     def block_mask(self):
         """FlexAttention's BlockMask. One head: the mask is the same for all of them."""
@@ -296,7 +289,6 @@ class AttendCPU(torch.autograd.Function):
         ctx.docs, ctx.scale = docs, scale
         ctx.save_for_backward(q, out, lse, *kv)
         return out
-
     @staticmethod
     def backward(ctx, dout):
         q, out, lse, *kv = ctx.saved_tensors
@@ -317,7 +309,6 @@ class Merge(torch.autograd.Function):
         ctx.scale = scale
         ctx.save_for_backward(o_0, lse_0, q, out, lse, *kv)
         return out
-
     @staticmethod
     def backward(ctx, dout):
         o_0, lse_0, q, out, lse, *kv = ctx.saved_tensors
@@ -367,7 +358,6 @@ class AllToAll(torch.autograd.Function):
         dist.all_to_all_single(out, x, group=group)
         AllToAll.bytes_sent += x.nbytes // len(x) * (len(x) - 1)
         return out
-
     @staticmethod
     def backward(ctx, dout):
         return AllToAll.apply(dout.contiguous(), ctx.group), None
@@ -406,7 +396,6 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(H * D, C, bias=False)
         if config.use_qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=config.rms_norm_eps) for _ in "qk")
-
     def forward(self, x, position_ids, past_k, past_v, docs, attend, group=None):
         cfg = self.config
         q, k, v = (f(x).view(*x.shape[:2], -1, cfg.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
@@ -425,13 +414,11 @@ class Router(nn.Module):
         self.config, dtype = config, fp32(torch.get_default_dtype())
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size, dtype=dtype))
         self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts, dtype=dtype))
-
     def _apply(self, fn, recurse=True):
         def keep_fp32(tensor):
             moved = fn(tensor)
             return moved if moved.dtype == fp32(moved.dtype) else tensor.to(moved.device)
         return super()._apply(keep_fp32, recurse)
-
     def forward(self, x):
         """x (N, C) -> weights (N, A) at least fp32, chosen experts (N, A) int64."""
         cfg = self.config
@@ -485,7 +472,6 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(hidden_size, width, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
-
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
@@ -498,7 +484,6 @@ class MoE(nn.Module):
         fused = dict(gate_up_proj=torch.empty(E, 2 * width, C), down_proj=torch.empty(E, C, width))
         self.experts = nn.ParameterDict(fused.items())
         self.shared_experts = MLP(C, config.n_shared_experts * width) if config.n_shared_experts else None
-
     def forward(self, x):
         """x (B, T, C) -> y (B, T, C), chosen experts (B, T, A)."""
         weights, chosen = self.gate(x.flatten(0, 1))
@@ -525,7 +510,6 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(C, eps=eps)
         self.mlp = MoE(config)
-
     def forward(self, z, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None):
         """z (B, T, C) -> r (B, T, C), past_k, past_v, chosen experts (B, T, A). No final norm."""
         x = self.input_layernorm(z)
@@ -554,7 +538,6 @@ class MTP(DecoderLayer):
         self.eh_proj = nn.Linear(2 * C, C, bias=False)
         self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(C, eps=eps)})
         init_weights(self, config.initializer_range)
-
     def set_target(self, embed_weight, lm_head_weight):
         """The target's embedding and lm_head, both (V, C), any float dtype, on this device. Not copied."""
         shape, device = (self.config.vocab_size, self.config.hidden_size), self.eh_proj.weight.device
@@ -563,17 +546,15 @@ class MTP(DecoderLayer):
             require(tensor.device == device, f"{name} is on {tensor.device}, the draft on {device}: move one")
             frozen = tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach()
             object.__setattr__(self, name, frozen)  # past nn.Module's registry
-
-    def embed(self, input_ids):
-        return F.embedding(input_ids, self.embed_weight).to(self.eh_proj.weight.dtype)
-
     def logits(self, n):
         return F.linear(n.to(self.lm_head_weight.dtype), self.lm_head_weight)
-
-    def forward(self, embeds, hidden, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None):
-        """One step. embeds, hidden (B, T, C); position_ids (B, T). Returns n = final_norm(r) and r (B, T, C),
-        past_k and past_v with this step's appended, chosen experts (B, T, A)."""
-        z = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], dim=-1))  # embedding FIRST
+    def forward(self, tokens, hidden, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None,
+                zero_first=False):
+        """One step. tokens, position_ids (B, T), hidden (B, T, C); zero_first: the embedding at position 0.
+        Returns n = final_norm(r) and r (B, T, C), past_k and past_v with this step's, chosen experts."""
+        e = F.embedding(tokens, self.embed_weight).to(self.eh_proj.weight.dtype)
+        e = e.masked_fill((position_ids == 0)[..., None], 0) if zero_first else e
+        z = self.eh_proj(torch.cat([self.enorm(e), self.hnorm(hidden)], dim=-1))  # embedding FIRST
         r, past_k, past_v, chosen = super().forward(z, position_ids, past_k, past_v, docs, attend, group)
         return self.shared_head["norm"](r), r, past_k, past_v, chosen
 
@@ -716,7 +697,6 @@ class ChunkedLoss(torch.autograd.Function):
         loss, sums, hits = (total * coeff[:K]).sum() + e2e.detach(), torch.stack(sums), hit.bool() & valid
         ctx.mark_non_differentiable(sums, hits)
         return loss.to(fp32(ns[0].dtype)), sums, hits
-
     @staticmethod
     def backward(ctx, dloss, *_):
         return *[None] * 8, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
@@ -734,6 +714,7 @@ class TTTOutput(NamedTuple):
     tv: torch.Tensor | None = None       # with `measure`: mean 1 - a; and the mean chance that a target which
     sampled: torch.Tensor | None = None  # samples accepts steps 0..k of a sampled draft, prod_{i <= k} a_i,
     greedy: torch.Tensor | None = None   # of a greedy draft, prod_{i <= k} p_i[argmax q_i]
+    sums: torch.Tensor | None = None     # [8, K]: CE, KL, right, prefix hits, TV, sampled, greedy, counted
 
 def draft_tokens(n, lm_head):
     """(B, T): the draft's own greedy tokens, of n (B, T, C); no more logits at a time than the loss holds."""
@@ -754,15 +735,13 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     in the backward pass, a step keeps g, k and v alone. backend "usp": every rank of `group` passes the whole
     row; loss is its local sum over the global count, so that gradients SUMMED are right. sharded: of
     hidden_states rank r passes rows r L .. (r + 1) L + K alone, L = ceil(T / P), zeros past T."""
-    require(recycle in ("post", "pre", "both"), f"recycle {recycle!r} is not 'post', 'pre' or 'both'")
-    require(rollout in ("data", "draft"), f"rollout {rollout!r} is neither 'data' nor 'draft'")
+    check_batch(model, input_ids, loss_mask, doc_ids, ttt_length, backend, group, recycle, rollout)
     terms = parse_loss(loss) if loss else {"ce": ce_weight, "kl": kl_weight}
-    check_batch(model, input_ids, loss_mask, doc_ids, ttt_length, backend, group)
     (B, T), K = input_ids.shape, ttt_length
     P, rank = (dist.get_world_size(group), dist.get_rank(group)) if backend == "usp" else (1, 0)
-    length, shape = -(-T // P), tuple(hidden_states.shape)
+    length, states = -(-T // P), tuple(hidden_states.shape)
     expected = B, length + K if sharded else T, model.config.hidden_size
-    require(shape == expected, f"hidden_states has shape {shape}, expected (B, T, C) = {expected}")
+    require(states == expected, f"hidden_states has shape {states}, expected (B, T, C) = {expected}")
     post = torch.rand(B, T, 1).to(input_ids.device) < 0.5 if recycle == "both" else None
     if T % P:  # right-pad to equal shards
         doc_ids = F.pad(torch.zeros_like(input_ids) if doc_ids is None else doc_ids, (0, -T % P), value=-1)
@@ -777,12 +756,7 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     hidden = hidden.masked_fill(padding[:, :-1, None], 0)
     g, past_k, past_v, ns = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], []
     load = torch.zeros(model.config.n_routed_experts, dtype=torch.long, device=ids.device)
-
-    def step(tokens, g, position_ids, past_k, past_v):
-        embeds = model.embed(tokens)
-        if zero_first_embedding:
-            embeds = embeds.masked_fill((position_ids == 0)[..., None], 0)
-        return model(embeds, g, position_ids, past_k, past_v, docs, BACKENDS[backend], group)
+    step = partial(model, docs=docs, attend=BACKENDS[backend], group=group, zero_first=zero_first_embedding)
     step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False) if recompute else step
     for k in range(K):
         own = draft_tokens(ns[-1], model.lm_head_weight) if k and rollout == "draft" else None
@@ -803,15 +777,17 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
         for x in (sums, load, hits):
             dist.all_reduce(x, group=group)
     mean, prefix, hits = sums / count[:K].clamp(min=1), sums[3].round().long(), hits[:, :, :T].bool()
-    return TTTOutput(loss, *mean[:3], count[:K], prefix, load, hits, *mean[4:7 if measure else 4])
+    chances, sums = mean[4:] if measure else [None] * 3, torch.cat([sums, count[None, :K]])
+    return TTTOutput(loss, *mean[:3], count[:K], prefix, load, hits, *chances, sums)
 
-def check_batch(model, input_ids, loss_mask, doc_ids, ttt_length, backend, group):
+def check_batch(model, input_ids, loss_mask, doc_ids, ttt_length, backend, group, recycle, rollout):
     require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
     require(input_ids.dim() == 2, f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
     shape = tuple(input_ids.shape)
     for name, x in dict(loss_mask=loss_mask, doc_ids=doc_ids).items():
         require(x is None or x.shape == shape, f"{name} must have the shape of input_ids, {shape}")
-    require(backend in BACKENDS, f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    for x, known in ((backend, BACKENDS), (recycle, ("post", "pre", "both")), (rollout, ("data", "draft"))):
+        require(x in known, f"{x!r} is not one of {', '.join(known)}")
     require(group is None or backend == "usp", f"backend {backend!r} takes no process group, only usp does")
     require(backend != "usp" or dist.is_initialized(), "backend usp needs torch.distributed: use torchrun")
     require(ttt_length > 0, f"ttt_length {ttt_length} must be at least 1")
@@ -830,10 +806,20 @@ import signal
 import sys
 import time
 from bisect import bisect_left, insort
+from collections import namedtuple
 from dataclasses import asdict, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+try:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file, save_file
+    from tqdm import tqdm
+    LOST = None
+except ImportError as error:
+    LOST = f"{error}; pip install transformers safetensors"
 
 # ---- Checkpoint layouts and initialisation -----------------------------------------------------------------
 
@@ -847,7 +833,6 @@ LAYOUTS = {
         "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
         "self_attn.": "attention.", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"},
 }
-SCALES = (".weight_scale_inv", ".weight_scale")  # of blocks; of rows, or scalar
 DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without an MTP layer; convert.py writes them as MoE models
 
 def native_views(state, family, prefix):
@@ -865,7 +850,7 @@ def native_views(state, family, prefix):
 
 class Checkpoint:
     """Tensors of a Hugging Face directory, read one at a time, from safetensors only. float8 and int8 weights
-    with weight_scale_inv (blocks) or weight_scale (rows or scalar) come de-quantised, as fp32."""
+    come de-quantised by convert.py, as fp32."""
     def __init__(self, path):
         self.path, index = Path(path), Path(path) / "model.safetensors.index.json"
         single = self.path / "model.safetensors"
@@ -873,20 +858,15 @@ class Checkpoint:
             raise FileNotFoundError(f"{path} has no {single.name}; only safetensors checkpoints are read")
         self.config = json.loads((self.path / "config.json").read_text())
         self.files = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(
-            self._open(single.name).keys(), single.name)
+            safe_open(single, "pt").keys(), single.name)
         self.block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (1, 1)
         G, H = (self.config.get(f"num_{kind}_heads") or 1 for kind in ("key_value", "attention"))
         self.parts = {stored.replace("query_key_value", f"{part}_proj"): (stored, [H, G, G], i)
                       for stored in self.files if ".attention.query_key_value." in stored
                       for i, part in enumerate("qkv")}  # {part: (fused tensor, share of its rows, which one)}
-
-    def _open(self, file):
-        from safetensors import safe_open
-        return safe_open(self.path / file, "pt")
-
     def _raw(self, name):
-        return self._open(self.files[name]).get_tensor(name)
-
+        with safe_open(self.path / self.files[name], "pt") as file:
+            return file.get_tensor(name)
     def read(self, name):
         if name in self.parts:
             stored, heads, i = self.parts[name]
@@ -896,16 +876,8 @@ class Checkpoint:
         scales = [n for n in self.files if n.startswith(stem + ".") and "scale" in n[len(stem):]]
         if tensor.dtype.itemsize > 1 and not scales:
             return tensor
-        known = scales in [[stem + suffix] for suffix in SCALES]
-        require(known and tensor.dtype in (torch.float8_e4m3fn, torch.int8), f"{name} is {tensor.dtype} with "
-                f"scales {scales or 'none'}: only float8_e4m3fn or int8 with {SCALES} can be de-quantised")
-        scale, (b0, b1), shape = self._raw(scales[0]).float(), self.block, tuple(tensor.shape)
-        if scales[0].endswith("_inv"):  # of blocks, the last of each side may be ragged
-            fitting = -(-shape[0] // b0), -(-shape[1] // b1)
-            require(scale.shape == fitting, f"{scales[0]} is {tuple(scale.shape)}, but blocks of {b0, b1} "
-                    f"(weight_block_size) in {shape} make {fitting}")
-            scale = scale.repeat_interleave(b0, 0).repeat_interleave(b1, 1)[:shape[0], :shape[1]]
-        return tensor.float() * (scale[:, None] if scale.dim() == 1 and len(scale) > 1 else scale)
+        from convert import dequantised
+        return dequantised(name, tensor, {scale: self._raw(scale) for scale in scales}, self.block)
 
 def mtp_prefix(config, names):
     """'model.layers.N.' if a checkpoint (config.json's dict, tensor names) has an MTP layer, else None."""
@@ -921,21 +893,17 @@ def warm_start(model, checkpoint, prefix):
     for name, view in native_views(model.state_dict(), checkpoint.config["model_type"], prefix):
         held = name in checkpoint.files or name in checkpoint.parts
         tensor = checkpoint.read(name) if held else None
-        if tensor is None:
-            wrong.append(f"{name} is missing")
-        elif tensor.shape != view.shape:
-            wrong.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(view.shape)}")
-        elif not tensor.isfinite().all():
-            wrong.append(f"{name} holds nan or inf")
-        else:
+        fits = held and tensor.shape == view.shape
+        if fits and tensor.isfinite().all():
             view.copy_(tensor)
+        else:
+            shape = held and f"has shape {tuple(tensor.shape)}, expected {tuple(view.shape)}"
+            wrong.append(f"{name} {'holds nan or inf' if fits else shape or 'is missing'}")
     shown = "\n  ".join(wrong[:20] + [f"and {len(wrong) - 20} more"] * (len(wrong) > 20))
     require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used; try --init scratch:\n  {shown}")
 
 def save_draft(path, model, meta, rank=0):
-    """A draft directory: model.safetensors (state_dict) and config.json (MTPConfig's fields and `meta`). All
-    ranks of a sharded model call it."""
-    from safetensors.torch import save_file
+    """A draft directory: model.safetensors (state_dict), config.json (MTPConfig and `meta`); on all ranks."""
     path, state = Path(path), {name: whole(x.detach()) for name, x in model.state_dict().items()}
     if rank:
         return
@@ -947,14 +915,11 @@ def save_draft(path, model, meta, rank=0):
 
 def load_draft(path):
     """(MTP model, config.json's dict) of a draft directory; ValueError if it is not one of ours, complete."""
-    from safetensors.torch import load_file
-    path = Path(path)
-    if not (path / "config.json").exists():
+    if not (Path(path) / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json: expected a draft directory")
-    meta, state = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    names = [f.name for f in fields(MTPConfig)]
+    meta, names = json.loads((Path(path) / "config.json").read_text()), [f.name for f in fields(MTPConfig)]
     require(meta.get("format") == 1 and meta.keys() >= set(names), f"{path}/config.json is not a draft's")
-    model = MTP(MTPConfig(**{name: meta[name] for name in names}))
+    model, state = MTP(MTPConfig(**{x: meta[x] for x in names})), load_file(Path(path) / "model.safetensors")
     shapes = {name: x.shape for name, x in state.items()}
     wrong = [name for name, x in model.state_dict().items() if shapes.pop(name, None) != x.shape]
     require(not wrong and not shapes, f"{path} does not fit its config: {', '.join([*wrong, *shapes][:9])}")
@@ -1025,28 +990,23 @@ class Target:
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.2x
         self.embed = self.model.get_input_embeddings().weight.detach().to(device)
         self.lm_head = self.model.get_output_embeddings().weight.detach().to(device)
-
     @torch.no_grad()
     def states(self, samples, spans=None, budget=16384):
-        """Last hidden states after the final norm of rows start..stop, `spans`, of samples, each seen on its
-        own: [(stop - start, C)]."""
+        """Last hidden states, normed, of rows start..stop (`spans`) of samples: [(stop - start, C)]."""
         spans = spans or [(0, len(sample.input_ids)) for sample in samples]
         found = [self.read_states(s, *at) if s.file else None for s, at in zip(samples, spans)]
         order = sorted((i for i, x in enumerate(found) if x is None), key=lambda i: spans[i][1])
         while order:
             longest = spans[order[-1]][1]
             order, batch = order[:-max(1, budget // longest)], order[-max(1, budget // longest):]
-            ids = torch.zeros(len(batch), longest, dtype=torch.long)
-            for row, i in zip(ids, batch):  # padding on the right: no real row of a causal model sees it
-                row[:spans[i][1]] = samples[i].input_ids[:spans[i][1]]
+            ids = nn.utils.rnn.pad_sequence([samples[i].input_ids[:spans[i][1]] for i in batch], True)
+            # padding is on the right: no real row of a causal model sees it
             hidden = self.model.base_model(ids.to(self.model.device), use_cache=False).last_hidden_state
             for row, i in zip(hidden.to(self.device), batch):
                 found[i] = row[slice(*spans[i])]
         return found
-
     def read_states(self, sample, start, stop):
         """Rows start..stop of stored states, read alone; those from before the final norm are normed."""
-        from safetensors import safe_open
         with safe_open(sample.file, "pt") as file:
             rows, stage = file.get_slice("hidden_states"), (file.metadata() or {}).get("stage", "pre_norm")
             at, last = slice(sample.start + start, sample.start + stop), rows.get_shape()[1] - 1
@@ -1056,14 +1016,12 @@ class Target:
 
 def sha256(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
 def find_target(path):
-    """Directory of a target; what is none is taken as a hub id and looked up (and downloaded if need be)."""
+    """Directory of a target; what is none is a hub id, downloaded if need be."""
     from huggingface_hub import snapshot_download
-    if os.path.isdir(path):
-        return Path(path)
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        wanted = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(path if os.path.isdir(path) else snapshot_download(str(path), allow_patterns=wanted))
     except Exception as error:  # the hub's client raises many kinds
         raise FileNotFoundError(f"target {str(path)!r} is neither a directory nor a hub id that can be had: "
                                 f"{str(error).splitlines()[0]}") from None
@@ -1085,7 +1043,6 @@ def stdlib_files(every=1):
 def build_demo_target(path, steps=800, batch=8, length=128):
     """Train the demo's tokenizer and target, a small GLM-4.x, on the standard library; save both."""
     from tokenizers import ByteLevelBPETokenizer
-    from tqdm import tqdm
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
     say(f"first run: builds the demo target from Python's standard library, about 2 minutes -> {path}")
     texts, end = [file.read_text(errors="replace") for file in stdlib_files()[0]], "<|endoftext|>"
@@ -1157,7 +1114,6 @@ def read_documents(path, target):
 def open_stored(path, target):
     """(input_ids, loss_mask) of a file of hidden states, written by `capture` or by vLLM's
     ExampleHiddenStatesConnector (token_ids; [T, layers, C], not normed); ValueError says what is wrong."""
-    from safetensors import safe_open
     with safe_open(path, "pt") as file:
         meta, names, C = file.metadata() or {}, sorted(file.keys()), target.draft_config.hidden_size
         known = "token_ids" if "token_ids" in names else "input_ids"
@@ -1175,7 +1131,6 @@ def open_stored(path, target):
 
 def read_samples(paths, target, seq_len, shortest):
     """[Sample] of at most seq_len tokens; longer documents are cut. What is unusable is counted and named."""
-    from tqdm import tqdm
     samples, skipped, V = [], [], target.draft_config.vocab_size
     for path in tqdm(paths, desc="reading", unit="file", leave=False, delay=2):
         for name, file, ids, mask in tqdm(read_documents(path, target), leave=False, delay=2):
@@ -1206,13 +1161,15 @@ def pack(samples, seq_len):
         insort(room, (left - len(sample.input_ids), row))
     return rows
 
+def spread(rows, most):  # evenly
+    return rows[::-(-len(rows) // most)]
+
 @lru_cache(maxsize=2)
 def shuffled(n, seed, epoch):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
 
 def lay_out(rows, length, device):
-    """(input_ids, loss_mask, doc_ids) of packed rows, each (B, length); doc_ids None if each row is one full
-    document."""
+    """(input_ids, loss_mask, doc_ids) of packed rows, (B, length); doc_ids None if a row is one document."""
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     mask, docs = torch.zeros_like(ids, dtype=torch.bool), torch.full_like(ids, -1)
     for b, row in enumerate(rows):
@@ -1239,8 +1196,6 @@ def gather_states(rows, lo, hi, target):
 
 def capture(cfg):
     """Store the target's hidden states of --data, a safetensors file per sample, for --hidden-states."""
-    from safetensors.torch import save_file
-    from tqdm import tqdm
     require(cfg.target and cfg.data and cfg.out, "--target DIR, --data FILE.. and --out DIR are all needed")
     ranks, out = start_ranks(cfg.device), Path(cfg.out)
     target = open_target(cfg, ranks)
@@ -1275,20 +1230,20 @@ class Ranks(NamedTuple):
 
 def start_ranks(device="auto", backend="sdpa", sp=None):
     """Join the process group that torchrun describes, if any. usp: `sp` ranks (default all) share a row."""
-    world, rank, local = (int(os.environ.get(name, default)) for name, default in
+    world, rank, local = (int(os.environ.get(name) or default) for name, default in
                           (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-    device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device, group = torch.device(device, local) if device == "cuda" else torch.device(device), None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device, group = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu", None
+    if device == "cuda":
+        torch.cuda.set_device(local)
     sp = (sp or world) if backend == "usp" else 1
     require(world % sp == 0, f"--sp {sp} does not divide the {world} ranks; start a multiple of it")
     if world > 1 or backend == "usp":
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **alone)
-        mesh = dist.device_mesh.init_device_mesh(device.type, (world // sp, sp), mesh_dim_names=("dp", "sp"))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", **alone)
+        mesh = dist.device_mesh.init_device_mesh(device, (world // sp, sp), mesh_dim_names=("dp", "sp"))
         group = mesh["sp"].get_group() if backend == "usp" else None
     several = (mesh["dp", "sp"]._flatten(), dist.new_group(backend="gloo")) if world > 1 else ()
+    device = torch.device(device, local if device == "cuda" else None)
     return Ranks(rank, world // sp, sp, group, device, *several)
 
 def all_sum(tensor):
@@ -1296,23 +1251,12 @@ def all_sum(tensor):
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
-
-def each_rank(value):
-    """[value of rank 0, ..], on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
 def barrier(ranks):
     if ranks.dp * ranks.sp > 1:
         dist.barrier()
-
 def say(text):
     """Print on rank 0, above the progress bar if there is one."""
     if int(os.environ.get("RANK", 0)) == 0:
-        from tqdm import tqdm
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
@@ -1321,53 +1265,39 @@ class TTT(nn.Module):
     def __init__(self, draft, **options):
         super().__init__()
         self.draft, self.options = draft, options
-
     def forward(self, *batch, **more):
         return ttt_loss(self.draft, *batch, **{**self.options, **more})
 
 def shard(ttt, mesh):
-    """FSDP2: each rank keeps a slice of the weights and of their optimizer state; gradients are summed. The
-    fp32 router stays whole: weights gathered together have one dtype."""
+    """FSDP2: a rank keeps a slice of the weights and their optimizer state; gradients are summed. The fp32
+    router stays whole: weights gathered together have one dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    router = ttt.draft.mlp.gate.weight
     policy = MixedPrecisionPolicy(reduce_dtype=fp32(ttt.draft.eh_proj.weight.dtype))
-    fully_shard(ttt, mesh=mesh, mp_policy=policy, ignored_params={router})
+    fully_shard(ttt, mesh=mesh, mp_policy=policy, ignored_params={ttt.draft.mlp.gate.weight})
     ttt.set_gradient_divide_factor(1.0)
     ttt.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
 
 def is_sharded(x):
     return isinstance(x, dist.tensor.DTensor)
-
 def whole(x):
     """All of a tensor of which each rank holds a slice; all ranks call it."""
     return x.full_tensor() if is_sharded(x) else x
-
-def grad_norm(params):
-    """Global norm of summed gradients, of whole and of sharded parameters."""
-    squares = torch.zeros(2, dtype=torch.float64, device=params[0].device)
-    for p in params:
-        grad = p.grad.to_local() if is_sharded(p) else p.grad
-        squares[int(is_sharded(p))] += grad.to(fp32(p.dtype)).square().sum()
-    return math.sqrt(squares[0] + (all_sum(squares[1:])[0] if any(map(is_sharded, params)) else 0))
 
 # ---- Optimizer, checkpoints --------------------------------------------------------------------------------
 
 class MasterAdamW:
     """AdamW on fp32 master copies of the parameters (on the parameters themselves where they are fp32)."""
     def __init__(self, model, weight_decay):
-        self.params = dict(model.named_parameters())
+        self.params, groups = dict(model.named_parameters()), {}
         self.masters = {name: p if p.dtype == fp32(p.dtype) else nn.Parameter(p.detach().float())
                         for name, p in self.params.items()}
-        groups = {}  # fused AdamW takes sharded and whole tensors apart
-        for p in self.masters.values():
+        for p in self.masters.values():  # fused AdamW takes sharded and whole tensors apart
             groups.setdefault((p.dim() > 1, is_sharded(p)), []).append(p)
-        self.adam = torch.optim.AdamW([dict(params=params, weight_decay=weight_decay * matrices)
-                                       for (matrices, _), params in groups.items()],
-                                      betas=(0.9, 0.95), fused=True)
+        groups = [dict(params=x, weight_decay=weight_decay * matrix) for (matrix, _), x in groups.items()]
+        self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         for p in self.masters.values():  # AdamW makes these at its first step; a checkpoint needs them before
-            self.adam.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
-                                  "exp_avg_sq": torch.zeros_like(p)}
-
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            self.adam.state[p] = {"step": torch.zeros((), device=p.device), **moments}
     def step(self, lr, scale):
         """One step with the gradients times `scale`."""
         for group in self.adam.param_groups:
@@ -1376,7 +1306,6 @@ class MasterAdamW:
             master.grad = self.params[name].grad.to(master.dtype) * scale
         self.adam.step()
         self.publish()
-
     @torch.no_grad()
     def publish(self):
         for name, p in self.params.items():
@@ -1385,10 +1314,9 @@ class MasterAdamW:
 
 def learning_rate(step, cfg):
     """Linear warm-up over warmup_steps, then a cosine from lr down to lr * lr_floor at the last step."""
-    if step < cfg.warmup_steps:
-        return cfg.lr * (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    return cfg.lr * (cfg.lr_floor + (1 - cfg.lr_floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    cosine = cfg.lr_floor + (1 - cfg.lr_floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done))))
+    return cfg.lr * (cosine if done >= 0 else (step + 1) / cfg.warmup_steps)
 
 @contextlib.contextmanager
 def atomic(path, ranks=Ranks()):
@@ -1412,10 +1340,9 @@ def fsync(path):
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
-
 def saved_states(out):
     """Complete training states of a run, oldest first."""
-    found = [path for path in (Path(out) / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    found = (path for path in (Path(out) / "checkpoints").glob("step-*") if path.name[5:].isdigit())
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 def training_state(model, optimizer, progress):
@@ -1429,9 +1356,8 @@ def training_state(model, optimizer, progress):
 
 @contextlib.contextmanager
 def save_state(cfg, model, optimizer, progress, ranks):
-    """Write OUT/checkpoints/step-N, all ranks together; keep the newest `keep`. With --background-save the
-    body runs meanwhile, and is given a future. Only once the body has ended does the state count."""
-    import torch.distributed.checkpoint as dcp
+    """Write OUT/checkpoints/step-N, all ranks together; it counts once the body has ended, which, given a
+    future, runs meanwhile (--background-save). The newest `keep` stay."""
     path = Path(cfg.out) / "checkpoints" / f"step-{progress['step']:.0f}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path, ranks) as aside:
@@ -1448,14 +1374,11 @@ def save_state(cfg, model, optimizer, progress, ranks):
 
 def load_state(path, model, optimizer, progress):
     """Read a training state; returns its progress. Its .metadata is a pickle: resume only your own runs."""
-    import torch.distributed.checkpoint as dcp
     state = training_state(model, optimizer, progress)
     dcp.load(state, checkpoint_id=path)
     torch.set_rng_state(state["rng"])
     optimizer.publish()
     return {key: state[f"progress.{key}"].item() for key in progress}
-
-PROGRESS = "step", "tokens", "skipped", "bad_samples", "skipped_in_a_row", "best"
 
 # ---- Options -----------------------------------------------------------------------------------------------
 
@@ -1465,16 +1388,13 @@ def option(default, help, **more):
 SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 
 @dataclass
-class ModelOptions:
+class TrainConfig:
     target: str = option(None, "HF checkpoint directory or hub id; default: the demo's, or the draft's")
     dtype: str = option("auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
     target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
     trust_remote_code: bool = option(False, "let the target's repository run its own code")
     kernels: str = option("auto", "compiled kernels; auto: if built", choices=["auto", "on", "off"])
-
-@dataclass
-class TrainConfig(ModelOptions):
     data: list = option(None, "training files, .txt or .jsonl ({text} or {messages}); default: the demo's")
     hidden_states: list = option(None, "instead: directories of stored hidden states, see capture")
     eval_data: list = option(None, "held-out files, or directories; default: every 20th training sample")
@@ -1487,12 +1407,10 @@ class TrainConfig(ModelOptions):
     backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp fa, rows split over ranks",
                           choices=[*BACKENDS, "auto"], also="--attention-backend")
     sp: int = option(None, "usp: ranks that share a row; default all")
-    fsdp: str = option("auto", "FSDP2 shards draft and optimizer over the ranks; auto: if there are several",
-                       choices=["auto", "on", "off"])
+    fsdp: str = option("auto", "FSDP2 for the draft; auto: with several ranks", choices=["auto", "on", "off"])
     recompute: bool = option(False, "compute a step's activations again in the backward pass: less memory")
     ttt_length: int = option(3, "K, draft steps trained from every row")
-    recycle: str = option("post", "fed to the next step: post (after the final norm), pre, or both (each row "
-                          "one at random); README, Serving", choices=["post", "pre", "both"])
+    recycle: str = option("post", "fed to the next step: README, Serving", choices=["post", "pre", "both"])
     zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
     loss: str = option("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
     topk: int = option(10, "how many of the target's most likely tokens the topk terms see")
@@ -1520,8 +1438,7 @@ class TrainConfig(ModelOptions):
     resume: str = option(None, "auto, never or a checkpoints/step-N; default: auto if torchrun restarts it")
 
 @dataclass
-class Options(TrainConfig):
-    """What other commands than train take as well."""
+class Options(TrainConfig):  # what other commands take as well
     draft: str = option(None, "draft directory")
     prompt: str = option(None, "text to continue")
     chat: bool = option(False, "put the prompt through the tokenizer's chat template")
@@ -1530,25 +1447,21 @@ class Options(TrainConfig):
     prompts: str = option(None, "prompts: .txt, one a line, or .jsonl of {prompt} or {messages}")
     raw: bool = option(False, "continue prompts as plain text even if the tokenizer has a chat template")
     max_new_tokens: int = option(128, "length limit of an answer")
-    run: str = option(None, "OUT directory of a training run", positional=True)
+    run: str = option(None, "OUT directory of a training run; the flag's name may be left out")
 
 def check_train_config(cfg):
     """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
-    for name in ("ttt_length", "steps", "batch_size", "micro_batch_size", "eval_rows", "save_every", "keep",
-                 "log_every", "topk"):
-        value = getattr(cfg, name)
-        require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
+    for name in "ttt_length steps batch_size micro_batch_size eval_rows save_every keep log_every topk".split():
+        require(getattr(cfg, name) >= 1, f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts: raise it")
-    given = cfg.data or cfg.hidden_states
-    require(cfg.target or not given, "--data without --target, which is the demo's: give --target DIR")
-    require(given or not cfg.target, "--target without --data: give --data FILE.. (.txt or .jsonl)")
-    require(not cfg.data or not cfg.hidden_states, "--data and --hidden-states: give only one of them")
+    require(bool(cfg.data) + bool(cfg.hidden_states) == bool(cfg.target), "give --target DIR with either "
+            "--data FILE.. or --hidden-states DIR.., or none of them: the demo")
     require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
     require(not cfg.tensorboard or find_spec("tensorboard"), "--tensorboard: pip install tensorboard")
     parse_loss(cfg.loss)
     weights, K = cfg.step_weights and [float(x) for x in cfg.step_weights.split(",")], cfg.ttt_length
-    require(not weights or len(weights) == K and min(weights) >= 0 < sum(weights), f"--step-weights "
-            f"{cfg.step_weights}: expected {K} numbers, none negative, not all 0")
+    require(not weights or len(weights) == K and min(weights) >= 0 < sum(weights),
+            f"--step-weights {cfg.step_weights}: expected {K} numbers, none negative, not all 0")
     require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
     restarted, held = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), saved_states(cfg.out)
     resume = cfg.resume or ("auto" if restarted else "never")
@@ -1563,7 +1476,7 @@ def choose_backend(name, device, dtype):
     reason = why_not_fa(device.type, dtype)
     if name == "auto":
         name = "sdpa" if reason else "fa"
-        say(f"backend {name}: " + (f"fa cannot run: {reason}" if reason else "memory linear in T"))
+        say(f"backend {name}: {f'fa cannot run: {reason}' if reason else 'memory linear in T'}")
     require(name == "sdpa" or not reason, f"--backend {name} cannot run: {reason}. Use --backend sdpa")
     return name
 
@@ -1584,11 +1497,13 @@ class Run:
     def __init__(self, model, target, cfg, ranks, backend):
         self.model, self.target, self.cfg, self.ranks = model, target, cfg, ranks
         self.usp, self.board, self.data_seconds = backend == "usp", None, 0.0
+        if cfg.tensorboard and ranks.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(Path(cfg.out) / "tensorboard")
         names = ("ttt_length", "loss", "topk", "decay", "step_weights", "recycle", "zero_first_embedding",
                  "rollout", "recompute")
         self.loss = TTT(model, backend=backend, group=ranks.group, sharded=self.usp,
                         **{name: getattr(cfg, name) for name in names})
-
     def batches(self, rows):
         """This rank's share of `rows` in micro-batches, as many on every rank: rows, (ids, mask, doc_ids)."""
         cfg, ranks = self.cfg, self.ranks
@@ -1598,7 +1513,6 @@ class Run:
             longest = max(1, *(sum(len(sample.input_ids) for sample in row) for row in part))
             length = cfg.seq_len if ranks.device.type == "cuda" else longest  # CUDA compiles for each length
             yield part, lay_out(part, length, ranks.device)
-
     def states(self, rows, length):
         """hidden_states of packed rows, with usp this rank's share and halo; names of samples not finite."""
         began, share = time.perf_counter(), -(-length // self.ranks.sp)
@@ -1607,56 +1521,48 @@ class Run:
         found = gather_states(rows, lo, hi, self.target)
         self.data_seconds += time.perf_counter() - began
         return found
-
-    def tally(self, out=None):
-        """[8, K] sums: CE, KL, right, counted, prefix hits, TV, sampled, greedy; 0 where not measured."""
-        if out is None:
-            return torch.zeros(8, self.cfg.ttt_length, dtype=torch.float64, device=self.ranks.device)
-        n, chances = out.count.double(), [x for x in (out.tv, out.sampled, out.greedy) if x is not None]
-        sums = [out.ce * n, out.kl * n, out.acc * n, n, out.prefix_hits.double(), *(x * n for x in chances)]
-        return F.pad(torch.stack(sums), (0, 0, 0, 8 - len(sums)))
-
     def gradients(self, rows):
         """Gradients, summed over all ranks. Returns loss, tally, expert load, names of samples not finite."""
-        batches, tally, sp, bad = list(self.batches(rows)), self.tally(), self.ranks.sp, []
-        K, E, loss = self.cfg.ttt_length, self.model.config.n_routed_experts, tally.new_zeros(())
-        counts, load = tally.new_zeros(K + 1).long(), tally.new_zeros(E).long()
+        batches, loss, tally, load, bad = list(self.batches(rows)), 0, 0, 0, []
+        K, sp, counts = self.cfg.ttt_length, self.ranks.sp, 0
         for _, (ids, mask, docs) in batches:
-            counts += valid_counts(mask, docs, K, batch=ids.shape[0], length=ids.shape[1])
+            counts = counts + valid_counts(mask, docs, K, batch=len(ids), length=ids.shape[1])
         counts = all_sum(counts) // sp  # the ranks of a group count the same rows
         self.model.zero_grad()
         for part, (ids, mask, docs) in batches:
             hidden, names = self.states(part, ids.shape[1])
             out = self.loss(ids, hidden, mask, docs, counts=counts)
             out.loss.backward()
-            loss, tally, load = loss + out.loss.detach(), tally + self.tally(out), load + out.expert_load
+            loss, tally, load = loss + out.loss.detach(), tally + out.sums, load + out.expert_load
             bad += names
         for p in self.model.parameters():
             if not is_sharded(p):  # FSDP2 has summed the others
                 all_sum(p.grad)
         return all_sum(loss), all_sum(tally) / sp, all_sum(load) // sp, bad
-
     @torch.no_grad()
     def evaluate(self, rows):
         """Acceptance over `rows`: means' dict, walk (list [K]), accept_len_walk (serving's rounds), rows."""
-        tally, rounds = self.tally(), self.tally().new_zeros(self.cfg.ttt_length + 1)
-        post = self.cfg.recycle != "pre"  # both is evaluated as post
+        tally, rounds, post = 0, 0, self.cfg.recycle != "pre"  # both is evaluated as post
         options = dict(rollout="data", recycle="post" if post else "pre", measure=True)
         for part, (ids, mask, docs) in self.batches(rows):
             hidden, _ = self.states(part, ids.shape[1])
             out = self.loss(ids, hidden, mask, docs, **options)
-            tally += self.tally(out)
-            rounds += walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(rounds.device)
+            tally = tally + out.sums
+            rounds = rounds + walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(ids.device)
         (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
-        return {**means(tally), "walk": [n / max(1, n_rounds) for n in accepted], "rows": int(tally[3, 0]),
+        return {**means(tally), "walk": [n / max(1, n_rounds) for n in accepted], "rows": int(tally[7, 0]),
                 "accept_len_walk": 1 + sum(accepted) / max(1, n_rounds)}
-
+    def report(self, rows, step, label):
+        """Evaluate, print the table, and keep it in metrics.jsonl."""
+        result = self.evaluate(rows)
+        say(acceptance_table({label: result}))
+        self.append({"step": int(step), "eval": result})
+        return result
     def write_draft(self, path):
         cfg, target = self.cfg, self.target
         save_draft(path, self.model, dict(
             ttt_length=cfg.ttt_length, recycle=cfg.recycle, zero_first_embedding=cfg.zero_first_embedding,
             target=str(target.path.resolve()), target_config_sha256=target.sha256), self.ranks.rank)
-
     def append(self, line):
         """A line of metrics.jsonl; with --tensorboard its numbers go there, too."""
         if self.ranks.rank:
@@ -1664,17 +1570,15 @@ class Run:
         with open(Path(self.cfg.out) / "metrics.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
         kind = "eval" if "eval" in line else "train"
-        for name, found in line.get("eval", line).items() if self.board else ():
-            numbered = {f"_{k}": x for k, x in enumerate(found)} if isinstance(found, list) else {"": found}
-            for k, x in numbered.items():
-                if not isinstance(x, str):
-                    self.board.add_scalar(f"{kind}/{name}{k}", x, line["step"])
+        for name, x in line.get("eval", line).items() if self.board and "skipped_samples" not in line else ():
+            for k, value in enumerate(x if isinstance(x, list) else [x]):
+                self.board.add_scalar(f"{kind}/{name}/{k}", value, line["step"])
 
-def means(tally):
-    """ce, kl, acc, tv (lists [K]), accept_len, and that of a target that samples, of a tally [5 or 8, K]."""
-    names = "ce", "kl", "acc", "count", "accept_len", "tv", "accept_len_sampled", "accept_len_greedy"
-    found = dict(zip(names, (tally / tally[3].clamp(min=1)).tolist()))
-    return {name: 1 + sum(x) if "len" in name else x for name, x in found.items() if name != "count"}
+def means(sums):
+    """ce, kl, acc, tv (lists [K]), accept_len and that of a target that samples, of TTTOutput.sums."""
+    names = "ce", "kl", "acc", "accept_len", "tv", "accept_len_sampled", "accept_len_greedy"
+    found = zip(names, (sums[:7] / sums[7].clamp(min=1)).tolist())
+    return {name: 1 + sum(x) if "len" in name else x for name, x in found}
 
 def walk(hits, loss_mask, docs):
     """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text in turn.
@@ -1704,24 +1608,23 @@ def open_target(cfg, ranks):
     choose_kernels(cfg.kernels, ranks.device)
     path = cfg.target
     if path is None:
-        caches, python = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", sys.version_info
-        path = Path(caches) / "mtp" / f"demo-target-2-python{python.major}.{python.minor}"
+        cache, version = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", sys.version_info[:2]
+        path = Path(cache, "mtp", "demo-target-2-python{}.{}".format(*version))
         if ranks.rank == 0 and not path.exists():
             build_demo_target(path)
         barrier(ranks)  # the others wait
     return Target(cfg, path, ranks.device, stored=bool(getattr(cfg, "hidden_states", None)))
 
 def make_draft(cfg, target, ranks):
-    """(model, "warm" or "scratch"): the draft on its device, with the target's embedding and head."""
+    """(the draft on its device, with the target's embedding and head; whether it is from scratch)."""
     prefix = mtp_prefix(target.config, target.checkpoint.files)
     require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
-    init = "warm" if prefix and cfg.init != "scratch" else "scratch"
     model = MTP(target.draft_config).to(target.lm_head.dtype)
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
-    if init == "warm":
+    if prefix and cfg.init != "scratch":
         warm_start(model, target.checkpoint, prefix)
     model.to(ranks.device).set_target(target.embed, target.lm_head)
-    return model, init
+    return model, not prefix or cfg.init == "scratch"
 
 def read_rows(cfg, target):
     """(training rows, held-out rows): the demo's files or the user's; no held-out sample is trained on."""
@@ -1739,10 +1642,6 @@ def read_rows(cfg, target):
     say(f"data: {tokens:,} tokens of {len(samples):,} samples in {len(rows):,} rows of {cfg.seq_len} (fill "
         f"ratio {tokens / len(rows) / cfg.seq_len:.2f}); {len(held):,} samples held out")
     return rows, spread(pack(held, cfg.seq_len), cfg.eval_rows)
-
-def spread(rows, most):
-    """At most `most` rows, evenly spread."""
-    return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
 
 def warm_up(cfg, shape, ranks, dtype):
     """Compile fa before the first collective: a rank that compiles late would make the others time out."""
@@ -1765,24 +1664,20 @@ def train(cfg):
     if backend == "usp" and ranks.device.type == "cuda":
         warm_up(cfg, shape, ranks, target.lm_head.dtype)
     rows, held = read_rows(cfg, target)
-    model, init = make_draft(cfg, target, ranks)
-    scratch = init == "scratch"
+    model, scratch = make_draft(cfg, target, ranks)
     cfg = replace(cfg, lr=cfg.lr or (3e-3 if scratch else 1e-4),
                   balance_rate=0.01 * scratch if cfg.balance_rate is None else cfg.balance_rate)
-    say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, {init}, {target.lm_head.dtype} "
-        f"on {ranks.dp} x {ranks.sp} {ranks.device.type} ranks (data x sequence), for {target.path}")
+    say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"{'scratch' if scratch else 'warm'}, {target.lm_head.dtype} on {ranks.dp} x {ranks.sp} "
+        f"{ranks.device.type} ranks (data x sequence), for {target.path}")
     run = Run(model, target, cfg, ranks, backend)
-    if cfg.tensorboard and ranks.rank == 0:
-        from torch.utils.tensorboard import SummaryWriter
-        run.board = SummaryWriter(Path(cfg.out) / "tensorboard")
     if cfg.fsdp == "on" or cfg.fsdp == "auto" and ranks.mesh:
         require(ranks.mesh, "--fsdp on needs several ranks: start with torchrun --nproc-per-node N")
         shard(run.loss, ranks.mesh)
     optimizer = MasterAdamW(model, cfg.weight_decay)
     progress, results = start_or_resume(run, optimizer), {}
     if not progress["step"]:
-        results["before"] = run.evaluate(held)
-        say(acceptance_table(results))
+        results["before"] = run.report(held, 0, "before")
         ce, chance = results["before"]["ce"][0], math.log(shape.vocab_size)
         if not scratch and ce > 0.9 * chance:
             say(f"warning: the warm start's step-0 loss {ce:.2f} is near ln V = {chance:.2f}, as if random")
@@ -1790,20 +1685,20 @@ def train(cfg):
     if stopped:
         say(f"stopped by {stopped} after step {progress['step']:.0f}; state saved, --resume auto goes on")
         return results
-    results["after"] = run.evaluate(held)
-    say(acceptance_table(results))
-    found = each_rank((peak_memory(ranks.device), AllToAll.bytes_sent))
-    say("; ".join(f"rank {i}: peak memory {a / 2 ** 20:,.0f} MiB, {b / 2 ** 20:,.1f} MiB sent to others"
-                  for i, (a, b) in enumerate(found)))
+    results["after"] = run.report(held, progress["step"], "after")
+    found = torch.zeros(ranks.dp * ranks.sp, 2, dtype=torch.long, device=ranks.device)
+    found[ranks.rank] = torch.tensor([peak_memory(ranks.device), AllToAll.bytes_sent])
+    for i, (peak, sent) in enumerate(all_sum(found).div(2 ** 20).tolist()):
+        say(f"rank {i}: peak memory {peak:,.0f} MiB; sent {sent:,.1f} MiB to other ranks in attention")
     say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
     return results
 
 def start_or_resume(run, optimizer):
     """Progress of the run that --resume names, its state loaded; or of a new one, old demo states removed."""
-    cfg = run.cfg
-    held, out, progress = saved_states(cfg.out), Path(cfg.out), dict.fromkeys(PROGRESS, 0.0)
-    path = held[-1] if cfg.resume == "auto" and held else cfg.resume
-    if path not in ("auto", "never"):
+    cfg, out = run.cfg, Path(run.cfg.out)
+    progress = dict.fromkeys(("step", "tokens", "skipped", "bad_samples", "skipped_in_a_row", "best"), 0.0)
+    path = (saved_states(out) or ["never"])[-1] if cfg.resume == "auto" else cfg.resume
+    if path != "never":
         say(f"resuming from {path}")
         meta = json.loads((Path(path).parents[1] / "config.json").read_text())
         require({**meta, **asdict(run.model.config), "target_config_sha256": run.target.sha256} == meta,
@@ -1814,37 +1709,38 @@ def start_or_resume(run, optimizer):
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
         (out / "metrics.jsonl").unlink(missing_ok=True)
+        need = 12 * sum(p.numel() for p in run.model.parameters()) * (cfg.keep + 1) / 1e9  # fp32, 2 moments
+        room = shutil.disk_usage(out).free / 1e9
+        require(room > need, f"{out} has {room:.1f} GB left, the states need {need:.1f} GB: lower --keep")
     return progress
 
 def train_loop(run, optimizer, progress, rows, held):
     """Optimizer steps until cfg.steps; logs, evaluates, saves. Returns a signal that ended it, or None."""
-    from tqdm import tqdm
     cfg, model, signals, saving, writing = run.cfg, run.model, [], contextlib.ExitStack(), None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
-    bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", unit="step",
-               disable=run.ranks.rank > 0)
+    bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", disable=run.ranks.rank > 0)
     since = Interval(run)
     while progress["step"] < cfg.steps:
         step = int(progress["step"])
         batch = [rows[shuffled(len(rows), cfg.seed, i // len(rows))[i % len(rows)]]
                  for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
         loss, tally, load, bad = run.gradients(batch)
-        norm, lr = grad_norm(list(model.parameters())), learning_rate(step, cfg)
+        norms = [whole(p.grad.to(fp32(p.dtype)).norm()) for p in model.parameters()]
+        norm, lr = torch.stack(norms).norm().item(), learning_rate(step, cfg)
         flags = not math.isfinite(norm + loss + tally.sum()), signals, writing and not writing.done()
         flags = torch.tensor(list(map(bool, flags)), dtype=torch.float, device=run.ranks.device)
         broken, stop, unsaved = (all_sum(flags) > 0).tolist()  # the same on all ranks
         if broken:
-            skip_step(run, progress, bad or [sample.name for row in batch for sample in row])
+            skip_step(run, progress, bad, batch)
         else:
             optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
             if cfg.balance_rate:  # else not even re-centred
                 balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
-            progress["skipped_in_a_row"], since.tally = 0, since.tally + tally
+            progress["skipped_in_a_row"], since.tally = 0, since.tally + tally.cpu()
             since.losses.append(loss.item())
-        tokens = sum(len(sample.input_ids) for row in batch for sample in row)
-        progress["step"], progress["tokens"] = step + 1, progress["tokens"] + tokens
-        since.tokens, since.rows = since.tokens + tokens, since.rows + len(batch)
+        since.sizes += [sum(len(sample.input_ids) for sample in row) for row in batch]
+        progress["step"], progress["tokens"] = step + 1, progress["tokens"] + sum(since.sizes[-len(batch):])
         last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
         if due(cfg.log_every) or last:
             line = since.line(progress, load) | dict(grad_norm=norm, lr=lr)
@@ -1854,9 +1750,7 @@ def train_loop(run, optimizer, progress, rows, held):
             since = Interval(run)
         bar.update()
         if due(cfg.eval_every):
-            result = run.evaluate(held)
-            say(acceptance_table({f"{step + 1}": result}))
-            run.append({"step": step + 1, "eval": result})
+            result = run.report(held, step + 1, f"{step + 1}")
             if result["accept_len"] > progress["best"]:
                 progress["best"] = result["accept_len"]
                 run.write_draft(Path(cfg.out) / "best")
@@ -1876,14 +1770,14 @@ class Interval:
     """What is logged of the steps since the last line of metrics.jsonl."""
     def __init__(self, run):
         self.run, self.began, self.data_seconds = run, time.perf_counter(), run.data_seconds
-        self.tokens, self.rows, self.losses, self.tally = 0, 0, [], run.tally()
-
+        self.sizes, self.losses, self.tally = [], [], torch.zeros(8, run.cfg.ttt_length)
     def line(self, progress, load):
-        run, seconds, share = self.run, time.perf_counter() - self.began, load / load.sum().clamp(min=1)
-        data = run.data_seconds - self.data_seconds
+        run, share, tokens = self.run, load / load.sum().clamp(min=1), sum(self.sizes)
+        seconds, data = time.perf_counter() - self.began, run.data_seconds - self.data_seconds
         return {"step": int(progress["step"]), "loss": sum(self.losses) / max(1, len(self.losses)),
-                **means(self.tally[:5]), "tokens_per_second": self.tokens / seconds, "data_seconds": data,
-                "compute_seconds": seconds - data, "fill_ratio": self.tokens / self.rows / run.cfg.seq_len,
+                **dict([*means(self.tally).items()][:4]), "tokens_per_second": tokens / seconds,
+                "data_seconds": data, "compute_seconds": seconds - data,
+                "fill_ratio": tokens / len(self.sizes) / run.cfg.seq_len,
                 "top_expert_share": share.max().item(), "low_expert_share": share.min().item(),
                 "peak_memory": peak_memory(run.ranks.device), "bytes_sent": AllToAll.bytes_sent,
                 **{name: int(progress[name]) for name in ("tokens", "skipped", "bad_samples")}}
@@ -1893,11 +1787,14 @@ def peak_memory(device):
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
-def skip_step(run, progress, names):
+def skip_step(run, progress, bad, batch):
     """Count a step whose loss or gradient is not finite and name its samples; ten in a row are an error."""
-    progress["skipped"] += 1
-    progress["bad_samples"] += len(names)
-    progress["skipped_in_a_row"] += 1
+    found = [bad] * (run.ranks.dp * run.ranks.sp)
+    if len(found) > 1:
+        dist.all_gather_object(found, bad)
+    names = sorted({*sum(found, [])}) or [sample.name for row in batch for sample in row]
+    for name, n in (("skipped", 1), ("bad_samples", len(names)), ("skipped_in_a_row", 1)):
+        progress[name] += n
     shown = ", ".join(names[:4]) + (", .." if len(names) > 4 else "")
     say(f"step {progress['step'] + 1:.0f} skipped, its loss or gradient is not finite: {shown}")
     run.append({"step": int(progress["step"]) + 1, "skipped_samples": names})
@@ -1905,26 +1802,20 @@ def skip_step(run, progress, names):
 
 def plot(cfg):
     """Draw a run's acceptance per step and its loss over the optimizer steps: RUN/plot.png."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("plot needs matplotlib: pip install matplotlib") from None
-    path = Path(cfg.run) / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    trained, held = [x for x in lines if "loss" in x], [x for x in lines if "eval" in x]
-    require(trained, f"{path} has no line of training yet")
-    figure, steps = Figure(figsize=(10, 4), layout="constrained"), [x["step"] for x in trained]
-    for axis, title in zip(figure.subplots(1, 2), ("acceptance per step", "loss")):
-        if title == "loss":
-            axis.plot(steps, [x["loss"] for x in trained])
-        else:
-            for k in range(len(trained[0]["acc"])):
-                line, = axis.plot(steps, [x["acc"][k] for x in trained], label=f"acc_{k}")
-                points = [x["step"] for x in held], [x["eval"]["acc"][k] for x in held]
-                axis.plot(*points, "o", color=line.get_color())
-            axis.legend(title="dots: held out" if held else None)
-        axis.set(title=title, xlabel="optimizer step")
-        axis.grid(alpha=0.3)
+    require(find_spec("matplotlib"), "plot needs matplotlib: pip install matplotlib")
+    from matplotlib.figure import Figure
+    lines = [json.loads(line) for line in (Path(cfg.run) / "metrics.jsonl").read_text().splitlines()]
+    trained, held = [x for x in lines if "loss" in x], [x | x["eval"] for x in lines if "eval" in x]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for k in range(len(trained[0]["acc"]) if trained else 0):
+        for found, style in ((trained, "-"), (held, "o")):
+            left.plot([x["step"] for x in found], [x["acc"][k] for x in found], style, color=f"C{k}",
+                      label=f"step {k}" if style == "-" else None)
+    right.plot([x["step"] for x in trained], [x["loss"] for x in trained], "k")
+    left.legend(title="dots: held out")
+    left.set(title="acceptance: the draft's argmax is the target's", xlabel="optimizer step", ylim=(0, 1))
+    right.set(title="loss", xlabel="optimizer step")
     figure.savefig(Path(cfg.run) / "plot.png", dpi=120)
     say(f"drew {Path(cfg.run) / 'plot.png'}")
 
@@ -1936,17 +1827,13 @@ class Drafter:
     def __init__(self, model, recycle="post", zero_first_embedding=False, temperature=0.0):
         self.model, self.recycle, self.zero_first = model, recycle, zero_first_embedding
         self.past_k, self.past_v, self.temperature = [], [], temperature
-
     def rows(self, tokens, hidden, start):
         """Run rows start.. of hidden (1, n, C), tokens one on; the last row's n and what it recycles."""
         positions = torch.arange(start, start + len(tokens), device=hidden.device)[None]
-        embeds = self.model.embed(torch.tensor([tokens], device=hidden.device))
-        if self.zero_first:
-            embeds = embeds.masked_fill((positions == 0)[..., None], 0)
         n, r, self.past_k, self.past_v, _ = self.model(
-            embeds, hidden.to(embeds.dtype), positions, self.past_k, self.past_v, None, attend_decode)
+            torch.tensor([tokens], device=hidden.device), hidden.to(self.model.eh_proj.weight.dtype),
+            positions, self.past_k, self.past_v, None, attend_decode, zero_first=self.zero_first)
         return n[:, -1:], (r if self.recycle == "pre" else n)[:, -1:]
-
     def draft(self, tokens, hidden, start, K):
         """K tokens, drawn from q, after `tokens`, verified, from position start + 1; hidden: from `start`."""
         self.past_k, self.past_v = ([x[:, :start] for x in past] for past in (self.past_k, self.past_v))
@@ -1974,20 +1861,17 @@ def verify(p, q, drafted):
     rest = (p[n] - q[n]).clamp(min=0) if n < len(drafted) else p[n]
     return n, (rest if rest.any() else p[n]).multinomial(1).item()
 
-class Decoding(NamedTuple):
-    ids: list       # prompt and all verified tokens, to the end of the last round
-    answer: list    # the answer alone, cut at the length limit and before an end token
-    rounds: list    # drafted tokens accepted in each round, counted as vLLM does: the last round whole
-    margins: list   # (best logit, its lead over the second) of each new token
-    seconds: float
+# ids: prompt and verified tokens, to the end of the last round; answer: cut at the length limit and before an
+# end token; rounds: drafted tokens accepted in each, as vLLM counts, the last round whole; margins: (best
+# logit, its lead over the second) of each new token
+Decoding = namedtuple("Decoding", "ids answer rounds margins seconds")
 
 @torch.no_grad()
 def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=(), temperature=0.0):
     """Greedy decoding or sampling after `prompt` (ids), K drafted tokens verified per round; K = 0: plain."""
     from transformers import DynamicCache
-    device, began = target.model.device, time.perf_counter()
+    device, began, rounds, margins = target.model.device, time.perf_counter(), [], []
     past, tokens, drafted, start = DynamicCache(config=target.model.config), list(prompt), [], 0
-    rounds, margins = [], []
     while True:
         seen, new = past.get_seq_length(), tokens[past.get_seq_length():] + drafted
         positions = torch.arange(seen, seen + len(new), device=device)[None]
@@ -2028,8 +1912,8 @@ def evaluate_command(cfg):
     rows = spread(pack(samples, cfg.seq_len), cfg.eval_rows)
     result = Run(model, target, cfg, ranks, backend).evaluate(rows)
     say(acceptance_table({"draft": result}))
-    per_position = " ".join(f"{x:.3f}" for x in result["walk"])
-    say(f"walk: accepted per position {per_position}; {result['rows']:,} rows counted")
+    accepted = " ".join(f"{x:.3f}" for x in result["walk"])
+    say(f"walk: accepted per position {accepted}; {result['rows']:,} rows counted")
 
 def generate_command(cfg):
     """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy) and time."""
@@ -2040,18 +1924,16 @@ def generate_command(cfg):
         [{"role": "user", "content": cfg.prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
     room = target.draft_config.max_position_embeddings - length - K
     require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; --max-new-tokens leaves 1 to {room}")
-    eos = getattr(target.model.generation_config, "eos_token_id", None)
-    eos = eos if isinstance(eos, list) else [eos]
-    drafter = Drafter(model, cfg.recycle, cfg.zero_first_embedding,
-                      cfg.temperature if cfg.draft_sampling == "probabilistic" else 0.0)
+    ends = getattr(target.model.generation_config, "eos_token_id", None)
+    eos, drawn = ends if isinstance(ends, list) else [ends], cfg.draft_sampling == "probabilistic"
+    drafter = Drafter(model, cfg.recycle, cfg.zero_first_embedding, cfg.temperature if drawn else 0.0)
     plain = decode(target, ids, length, eos=eos, temperature=cfg.temperature)
     fast = decode(target, ids, length, drafter, K, eos, cfg.temperature)
     rounds = max(1, len(fast.rounds))
     per_position = " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K))
-    speeds = [len(x.answer) / x.seconds for x in (fast, plain)]
     print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
-          f"over {len(fast.rounds)} rounds; accepted per position {per_position}\n"
-          f"tokens/s: {speeds[0]:.1f} with drafting, {speeds[1]:.1f} without")
+          f"over {len(fast.rounds)} rounds; accepted per position {per_position}\ntokens/s: "
+          f"{len(fast.answer) / fast.seconds:.1f} with drafting, {len(plain.answer) / plain.seconds:.1f} without")
     if cfg.temperature:
         return print(f"sampled at temperature {cfg.temperature} with {cfg.draft_sampling} drafts")
     check_lossless(plain, fast, target.lm_head.dtype)
@@ -2063,14 +1945,12 @@ def check_lossless(plain, fast, dtype):
     pairs = enumerate(zip(plain.answer, fast.answer))
     at = next((i for i, (a, b) in pairs if a != b), min(len(plain.answer), len(fast.answer)))
     best, lead = plain.margins[at]
-    bits = {torch.bfloat16: 7, torch.float16: 10}.get(dtype, 23)
-    ulps = lead / 2.0 ** (math.frexp(best)[1] - 1 - bits)
+    ulps = lead / 2.0 ** math.frexp(best)[1] / torch.finfo(dtype).eps * 2
     print(f"differs from plain greedy decoding from token {at} on: two best logits {ulps:.1f} ulps apart")
-    require(ulps <= 2 and bits < 23, "drafted and plain decoding differ by more than rounding: report it")
+    require(ulps <= 2 and dtype.itemsize < 4, "drafted and plain decoding differ by more: report it")
 
 def generate_data(cfg):
     """Write the target's own greedy answers to prompts: the text that a draft will meet in serving."""
-    from tqdm import tqdm
     require(cfg.prompts and cfg.out, "--prompts FILE and --out FILE.jsonl are both needed")
     lines = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
     rows = [json.loads(x) if cfg.prompts.endswith(".jsonl") else {"prompt": x} for x in lines]
@@ -2078,76 +1958,70 @@ def generate_data(cfg):
     require(not wrong, f"{cfg.prompts}: prompt {wrong[:1]} has neither \"prompt\" nor \"messages\"")
     target, out = open_target(cfg, start_ranks(cfg.device)), Path(cfg.out)
     model, tokenizer = target.model, target.tokenizer
-    done = out.read_bytes() if out.exists() else b""
-    done = done[:done.rfind(b"\n") + 1]  # a line cut short is written again
     out.parent.mkdir(parents=True, exist_ok=True)
+    out.touch()
+    done = out.read_bytes()
+    os.truncate(out, done.rfind(b"\n") + 1)  # a line cut short is written again
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
     chat = tokenizer.chat_template and not cfg.raw
-    with open(out, "ab") as file, tqdm(total=len(rows), initial=done.count(b"\n"), unit="prompt") as bar:
-        file.truncate(len(done))
+    with open(out, "a") as file, tqdm(total=len(rows), initial=done.count(b"\n"), unit="prompt") as bar:
         for i in range(bar.n, len(rows), cfg.batch_size):
-            part = rows[i:i + cfg.batch_size]
-            asked = texts = [row.get("prompt") for row in part]
+            asked = [row.get("messages") or row["prompt"] for row in rows[i:i + cfg.batch_size]]
             if chat:
-                asked = [row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in part]
-                texts = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-            batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=not chat)
-            batch = batch.to(model.device)
+                asked = [[{"role": "user", "content": x}] if isinstance(x, str) else x for x in asked]
+                batch = tokenizer.apply_chat_template(asked, add_generation_prompt=True, padding=True,
+                                                      return_tensors="pt", return_dict=True).to(model.device)
+            else:
+                batch = tokenizer(asked, padding=True, return_tensors="pt").to(model.device)
             answers = model.generate(batch.input_ids, attention_mask=batch.attention_mask, do_sample=False,
                                      max_new_tokens=cfg.max_new_tokens, pad_token_id=tokenizer.pad_token_id)
             answers = answers[:, batch.input_ids.shape[1]:]
             for x, text in zip(asked, tokenizer.batch_decode(answers, skip_special_tokens=True)):
                 answer = [{"role": "assistant", "content": text}]
-                line = {"messages": x + answer} if chat else {"text": x + text}
-                file.write(json.dumps(line).encode() + b"\n")
+                file.write(json.dumps({"messages": x + answer} if chat else {"text": x + text}) + "\n")
             file.flush()
             bar.update(len(asked))
 
 # ---- Command line ------------------------------------------------------------------------------------------
 
-# {command: (function, its flags beside ModelOptions', default None: taken from the draft)}
+# {command: (function, its flags beside `common`, those whose default is None: set elsewhere)}
 COMMANDS = {
-    "train": (train, [*TrainConfig.__dataclass_fields__], ()),
+    "train": (train, " ".join(TrainConfig.__dataclass_fields__), ()),
     "eval": (evaluate_command, "draft data backend sp seq_len eval_rows micro_batch_size recycle ttt_length",
              ("recycle", "ttt_length")),
     "generate": (generate_command, "draft prompt chat max_new_tokens temperature draft_sampling recycle "
                  "ttt_length", ("recycle", "ttt_length")),
     "generate-data": (generate_data, "prompts out max_new_tokens batch_size raw", ("out",)),
-    "capture": (capture, "data out seq_len", ("out",)),
-    "plot": (plot, "run", ())}
+    "capture": (capture, "data out seq_len", ("out",)), "plot": (plot, "run", ())}
 
 def parse(command, arguments):
     """The command's Options from flags: a dataclass field is default, type and help of its flag."""
     run, names, unset = COMMANDS[command]
-    names = names.split() + [f.name for f in fields(ModelOptions)] if isinstance(names, str) else names
+    common = "target dtype device target_device_map trust_remote_code kernels" if command != "plot" else ""
     parser = argparse.ArgumentParser(
         prog=f"mtp.py {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__ if command == "train" else run.__doc__)
-    for f in fields(Options):
-        if f.name not in names:
-            continue
-        flags = ["--" + f.name.replace("_", "-"), *filter(None, [f.metadata.get("also")])]
-        default = None if f.name in unset else f.default
-        how = dict(dest=f.name, default=default, action="store_true") if f.type == "bool" else dict(
-            dest=f.name, default=default, type={"int": int, "float": float}.get(f.type, str),
-            choices=f.metadata.get("choices"), nargs="+" if f.type == "list" else None)
-        if f.metadata.get("positional"):
-            flags, how = [f.name], {}
+    for f in (f for f in fields(Options) if f.name in f"{names} {common}".split()):
+        flags, default = ["--" + f.name.replace("_", "-")], None if f.name in unset else f.default
+        flags += [f.metadata["also"]] if "also" in f.metadata else []
+        how = dict(action="store_true") if f.type == "bool" else dict(
+            type={"int": int, "float": float}.get(f.type, str), choices=f.metadata.get("choices"),
+            nargs="+" if f.type == "list" else None)
         text = f.metadata["help"] + ("" if default in (None, False) else f" (default {default})")
-        parser.add_argument(*flags, help=text, **how)
+        parser.add_argument(*flags, dest=f.name, default=default, help=text, **how)
     return Options(**dict.fromkeys(unset) | vars(parser.parse_args(arguments)))
-
-FILE_ERRORS = "SafetensorError", "CheckpointException"  # of a full disk, for instance
 
 def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
     command, *rest = arguments if arguments and arguments[0] in COMMANDS else ["train", *arguments]
+    rest = ["--run", *rest] if command == "plot" and rest and rest[0][0] != "-" else rest
     cfg = parse(command, rest)
     try:
+        require(not LOST, LOST)
         COMMANDS[command][0](cfg)
     except Exception as error:
-        known = isinstance(error, (ValueError, OSError)) or type(error).__name__ in FILE_ERRORS
-        if not known or os.environ.get("MTP_TRACEBACK"):
+        known = ValueError, OSError, SafetensorError, dcp.api.CheckpointException  # a full disk: the last two
+        if not isinstance(error, known) or os.environ.get("MTP_TRACEBACK"):
             raise
         print(f"mtp.py: error: {error}", file=sys.stderr)
         return 2

@@ -98,6 +98,11 @@ def assert_same(a, b, **tolerance):
     for name, x, y in zip(mtp.TTTOutput._fields, a[0], b[0]):
         if x is None and y is None:
             continue
+        if name == "sums":  # the means, not yet divided
+            out, n = b[0], b[0].count.double()
+            y = torch.stack([out.ce * n, out.kl * n, out.acc * n, out.prefix_hits])
+            x = torch.cat([x[:4], x[7:]])
+            y = torch.cat([y, n[None]])
         if name == "hits":  # padding on the right hits nothing
             x, y = (F.pad(z, (0, max(a[0].hits.shape[2], b[0].hits.shape[2]) - z.shape[2])) for z in (x, y))
         torch.testing.assert_close(x, y, **tolerance, check_dtype=False, msg=lambda m: f"{name}: {m}")
@@ -319,9 +324,8 @@ STRANGER = textwrap.dedent("""
         asker = (globals or {}).get("__name__")
         if asker in ("mtp", "top"):
             root = name.split(".")[0]
-            if root == "mtp_kernels":
-                raise ImportError("not here")
-            assert level == 0 and (root == "torch" or root in sys.stdlib_module_names), name
+            if level or root != "torch" and root not in sys.stdlib_module_names:
+                raise ImportError(f"{name} is not here")
         return real(name, globals, locals, fromlist, level)
     builtins.__import__ = guarded
     import mtp
@@ -524,7 +528,9 @@ def test_target_is_kept_by_reference_outside_the_module():
     assert not any(x is embed or x is head for x in kept)
     model.to(torch.float32)
     assert model.lm_head_weight is head and head.dtype == torch.bfloat16
-    assert model.embed(torch.tensor([[1]])).dtype == torch.float32
+    n, *_ = model(torch.tensor([[1]]), torch.randn(1, 1, model.config.hidden_size), torch.zeros(1, 1), [], [],
+                  mtp.Documents(None, 1, 1, "cpu"))
+    assert n.dtype == torch.float32
     assert model.logits(torch.randn(2, 24)).dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"lm_head_weight.*\(41, 24\).*\(40, 24\)"):
         model.set_target(embed, torch.randn(41, 24))
@@ -866,9 +872,8 @@ def test_training_computes_what_serving_computes(backend, recycle, zero_first, m
     compared = 0
 
     def serve(token, g, position, cache):
-        e = model.embed(token[None, None]) * (not (zero_first and position == 0))
-        position = torch.tensor([[position]])
-        n, r, *cache, _ = model(e, g, position, *cache, None, attend=mtp.attend_decode)
+        n, r, *cache, _ = model(token[None, None], g, torch.tensor([[position]]), *cache, None,
+                                attend=mtp.attend_decode, zero_first=zero_first)
         return n, r, cache
 
     for b, rows in documents(doc):
@@ -927,12 +932,12 @@ def test_a_toy_that_knows_the_answer_is_always_right(reads):
 
 def test_fusion_is_embedding_first_then_hidden():
     model = toy_draft()
-    e, h = torch.randn(1, 3, 24, dtype=torch.float64), torch.randn(1, 3, 24, dtype=torch.float64)
-    seen = []
+    tokens, h, seen = torch.tensor([[5, 7, 5]]), torch.randn(1, 3, 24, dtype=torch.float64), []
     model.input_layernorm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    model(e, h, torch.arange(3)[None], [], [], mtp.Documents(None, 1, 3, "cpu"))
+    model(tokens, h, torch.arange(3)[None], [], [], mtp.Documents(None, 1, 3, "cpu"))
     left, right = model.eh_proj.weight.split(24, dim=1)
-    e, h = naive_norm(e, model.enorm.weight, 1e-5), naive_norm(h, model.hnorm.weight, 1e-5)
+    e = naive_norm(model.embed_weight[tokens], model.enorm.weight, 1e-5)
+    h = naive_norm(h, model.hnorm.weight, 1e-5)
     torch.testing.assert_close(seen[0], e @ left.T + h @ right.T, **EXACT)
 
 
@@ -1502,7 +1507,7 @@ def random_draft(config, seed):
 
 
 def load_target(path, **options):
-    return mtp.Target(mtp.ModelOptions(target=str(path), **options), path, torch.device("cpu"))
+    return mtp.Target(mtp.TrainConfig(target=str(path), **options), path, torch.device("cpu"))
 
 
 def write_texts(path, n=40, seed=0, longest=40):
@@ -1554,8 +1559,8 @@ def test_warm_start_reads_the_targets_own_layer(family, dtype, tmp_path):
     draft = make_target(tmp_path / "t", family, dtype=dtype)
     target = load_target(tmp_path / "t")
     cfg = mtp.TrainConfig(target=str(tmp_path / "t"))
-    model, init = mtp.make_draft(cfg, target, mtp.Ranks())
-    assert init == "warm" and model.eh_proj.weight.dtype == dtype
+    model, scratch = mtp.make_draft(cfg, target, mtp.Ranks())
+    assert not scratch and model.eh_proj.weight.dtype == dtype
     for name, tensor in draft.state_dict().items():
         keeps = name.startswith("mlp.gate.")
         found = model.state_dict()[name]
@@ -1598,7 +1603,7 @@ def test_warm_without_a_layer_is_refused_and_auto_starts_from_scratch(tmp_path):
     target = load_target(tmp_path / "t")
     with pytest.raises(ValueError, match="--init scratch"):
         mtp.make_draft(mtp.TrainConfig(init="warm"), target, mtp.Ranks())
-    assert mtp.make_draft(mtp.TrainConfig(), target, mtp.Ranks())[1] == "scratch"
+    assert mtp.make_draft(mtp.TrainConfig(), target, mtp.Ranks())[1] is True
 
 
 def test_a_second_mtp_layer_is_announced(tmp_path):
@@ -1971,6 +1976,7 @@ def test_resuming_is_bitwise_the_uninterrupted_run(tiny, tmp_path):
     mtp.train(options(tiny, tmp_path / "parts", resume="auto"))
     assert_same_state(tmp_path / "whole/checkpoints/step-4", tmp_path / "parts/checkpoints/step-4")
     lines = [[json.loads(x) for x in (tmp_path / run / "metrics.jsonl").open()] for run in ("whole", "parts")]
+    lines = [[line for line in run if "loss" in line] for run in lines]
     for a, b in zip(lines[0], lines[1][:2] + lines[1][4:]):
         assert a.keys() == b.keys()
         for name in a.keys() - {"tokens_per_second", "data_seconds", "compute_seconds", "peak_memory"}:
@@ -2047,7 +2053,7 @@ def test_a_sample_that_is_not_finite_is_skipped_counted_and_named(tiny, tmp_path
     mtp.train(options(tiny, tmp_path / "run", steps=12))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     named = [line["skipped_samples"] for line in lines if "skipped_samples" in line]
-    assert named and all(names == [poisoned] for names in named) and lines[-1]["skipped"] == len(named) < 12
+    assert named and all(names == [poisoned] for names in named) and lines[-2]["skipped"] == len(named) < 12
     assert "not finite: " + poisoned in capsys.readouterr().out
     model = mtp.load_draft(tmp_path / "run")[0]
     assert all(p.isfinite().all() for p in model.parameters())
@@ -2102,7 +2108,7 @@ def test_torchrun_trains_what_one_process_trains(tiny, tmp_path, ranks, backend)
     a, b = (mtp.load_draft(tmp_path / run)[0].state_dict() for run in ("one", "many"))
     for name in a:  # fp32, 4 AdamW steps: what rounding in the order of sums leaves
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-4, msg=lambda m: f"{name}: {m}")
-    last = [json.loads((tmp_path / run / "metrics.jsonl").open().readline()) for run in ("one", "many")]
+    last = [json.loads((tmp_path / x / "metrics.jsonl").read_text().splitlines()[1]) for x in ("one", "many")]
     assert last[0]["loss"] == pytest.approx(last[1]["loss"], rel=1e-5)
     assert last[0]["grad_norm"] == pytest.approx(last[1]["grad_norm"], rel=1e-4) and one
 
@@ -2134,7 +2140,7 @@ def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path
     (["--seq-len", "4"], "--seq-len 4 has no row that counts"),
     (["--steps", "0"], "--steps 0 must be at least 1"),
     (["--data", "x.txt"], "give --target DIR"),
-    (["--target", "somewhere"], "give --data FILE"),
+    (["--target", "somewhere"], "give --target DIR with either --data FILE"),
     (["--sp", "2"], "add --backend usp"),
     (["--loss", "ce:0"], "'ce:0' is no sum like ce:1+kl:0.5, weights positive"),
     (["--loss", "ce:1+kll:1"], "of ce, ce_data, kl, topk_kl, topk_kl_full, tv, lk, neglog, e2e"),
@@ -3066,7 +3072,7 @@ def vllm(jobs, folder):
 def target_in(path):
     """A target without a tokenizer, fp32."""
     with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=None):
-        return mtp.Target(mtp.ModelOptions(target=str(path), dtype="float32"), path, torch.device("cpu"))
+        return mtp.Target(mtp.TrainConfig(target=str(path), dtype="float32"), path, torch.device("cpu"))
 
 
 def rollout(drafter, target, tokens, K):
@@ -3193,7 +3199,7 @@ def test_vllm_counts_what_generate_counts(tmp_path):
     short = "--steps 60 --batch-size 4 --seq-len 128 --eval-rows 2 --recycle pre --zero-first-embedding"
     assert mtp.main([*short.split(), "--out", str(draft)]) == 0
     convert_cli(draft, "--out", tmp_path / "out")
-    target = mtp.open_target(mtp.ModelOptions(), mtp.Ranks())
+    target = mtp.open_target(mtp.TrainConfig(), mtp.Ranks())
     model, meta = mtp.load_draft(draft)
     model.set_target(target.embed, target.lm_head)
     texts = ["def main():\n    parser = argparse.", "import os\nimport sys\n\nclass ",
