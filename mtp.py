@@ -94,13 +94,12 @@ class MTPConfig:
     max_position_embeddings: int = 131072
     model_type: str = "glm4_moe"
     def __post_init__(self):
-        H, G, E, A = (self.num_attention_heads, self.num_key_value_heads, self.n_routed_experts,
-                      self.num_experts_per_tok)
-        usable = E // self.n_group * min(self.topk_group, self.n_group)
+        H, G, E = self.num_attention_heads, self.num_key_value_heads, self.n_routed_experts
         rotary = int(self.head_dim * self.partial_rotary_factor)
         require(H % G == 0, f"num_attention_heads {H} must be a multiple of num_key_value_heads {G}")
         require(E % self.n_group == 0 and (self.n_group == 1 or E >= 2 * self.n_group),
                 f"n_routed_experts {E} cannot be n_group {self.n_group} equal groups of at least two")
+        A, usable = self.num_experts_per_tok, E // self.n_group * min(self.topk_group, self.n_group)
         require(1 <= A <= usable, f"num_experts_per_tok {A} is not in 1..{usable}, all topk_group allows")
         require(rotary > 0 and rotary % 2 == 0, f"RoPE turns {rotary} of {self.head_dim} dims, must be even")
     @classmethod
@@ -142,8 +141,7 @@ def read_rope(config):
 
 # ---- Small operations --------------------------------------------------------------------------------------
 
-def fp32(dtype):
-    """At least float32: what norms, routers, softmaxes and sums run in."""
+def fp32(dtype):  # at least: what norms, routers, softmaxes and sums run in
     return torch.promote_types(dtype, torch.float32)
 def halves(x):
     return x[:len(x) // 2], x[len(x) // 2:]
@@ -258,12 +256,10 @@ def kernels_take(x, *sizes):
     """Do the compiled kernels serve a tensor like x, whose widths are `sizes`?"""
     here = KERNELS and (x.device.type == "cpu" or x.is_cuda and mtp_kernels.cuda and x.dtype != torch.float64)
     return here and all(size % 8 == 0 for size in sizes)
-
 def merge(o_0, lse_0, q, ks, vs, scale):
     if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 15:
         return merge_ref(o_0, lse_0, q, ks, vs, scale)
     return torch.ops.mtp_kernels.merge(o_0, lse_0, q, ks, vs, scale)
-
 def merge_backward(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
     if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 15:
         return merge_backward_ref(dout, q, ks, vs, out, lse, scale, o_0, lse_0)
@@ -317,7 +313,6 @@ class Merge(torch.autograd.Function):
         return None, *d_0, dq, *dks, *dvs
 
 compiled_flex_attention = cache(lambda: torch.compile(flex_attention, dynamic=False))
-
 def causal_block_flex(q, k, v, docs, scale):
     """o (B, T, H, D), lse (B, T, H) by FlexAttention; on CUDA its autograd takes lse's gradient."""
     D = q.shape[-1]
@@ -487,8 +482,7 @@ class MoE(nn.Module):
     def forward(self, x):
         """x (B, T, C) -> y (B, T, C), chosen experts (B, T, A)."""
         weights, chosen = self.gate(x.flatten(0, 1))
-        fused = self.experts
-        y = experts(x.flatten(0, 1), chosen, weights, fused.gate_up_proj, fused.down_proj).view(x.shape)
+        y = experts(x.flatten(0, 1), chosen, weights, *self.experts.values()).view(x.shape)
         y = y if self.shared_experts is None else y + self.shared_experts(x)
         return y, chosen.view(*x.shape[:2], -1)
 
@@ -595,7 +589,6 @@ def valid_counts(loss_mask, doc_ids, ttt_length, *, batch, length):
     return torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
 
 LOGITS_HELD = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # elements of one [rows, V] buffer; there are three
-
 def teacher_chunks(valid, size):
     """[(b, start, stop)] of the teacher rows that are read, at most `size` at a time. Row t, step k reads
     teacher row t + 1 + k; a row that counts at step k is judged at all steps before k too."""
@@ -839,14 +832,13 @@ def native_views(state, family, prefix):
     """(checkpoint name, view into the state_dict) of each tensor, experts unfused: to read or write one."""
     for name, tensor in state.items():
         stem, experts, kind = name.partition("mlp.experts.")
-        if experts:
-            for e, matrix in enumerate(tensor):
-                parts = zip(("gate", "up"), matrix.chunk(2)) if kind == "gate_up_proj" else [("down", matrix)]
-                yield from ((f"{prefix}{stem}mlp.experts.{e}.{part}_proj.weight", x) for part, x in parts)
-            continue
+        for e, matrix in enumerate(tensor if experts else ()):
+            parts = zip(("gate", "up"), matrix.chunk(2)) if kind == "gate_up_proj" else [("down", matrix)]
+            yield from ((f"{prefix}{stem}mlp.experts.{e}.{part}_proj.weight", x) for part, x in parts)
         for ours, theirs in LAYOUTS[family].items():
             name = name.replace(ours, theirs)
-        yield prefix + name, tensor
+        if not experts:
+            yield prefix + name, tensor
 
 class Checkpoint:
     """Tensors of a Hugging Face directory, read one at a time, from safetensors only. float8 and int8 weights
@@ -854,8 +846,7 @@ class Checkpoint:
     def __init__(self, path):
         self.path, index = Path(path), Path(path) / "model.safetensors.index.json"
         single = self.path / "model.safetensors"
-        if not index.exists() and not single.exists():
-            raise FileNotFoundError(f"{path} has no {single.name}; only safetensors checkpoints are read")
+        require(index.exists() or single.exists(), f"{path} has no {single.name}: only safetensors are read")
         self.config = json.loads((self.path / "config.json").read_text())
         self.files = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(
             safe_open(single, "pt").keys(), single.name)
@@ -915,8 +906,7 @@ def save_draft(path, model, meta, rank=0):
 
 def load_draft(path):
     """(MTP model, config.json's dict) of a draft directory; ValueError if it is not one of ours, complete."""
-    if not (Path(path) / "config.json").exists():
-        raise FileNotFoundError(f"{path} has no config.json: expected a draft directory")
+    require((Path(path) / "config.json").exists(), f"{path} has no config.json: expected a draft directory")
     meta, names = json.loads((Path(path) / "config.json").read_text()), [f.name for f in fields(MTPConfig)]
     require(meta.get("format") == 1 and meta.keys() >= set(names), f"{path}/config.json is not a draft's")
     model, state = MTP(MTPConfig(**{x: meta[x] for x in names})), load_file(Path(path) / "model.safetensors")
@@ -940,8 +930,7 @@ def dense_draft_config(config, names, sizes):
     sliding = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
     require(not sliding and "sliding_attention" not in (config.get("layer_types") or []), f"the {family} "
             f"target has sliding-window attention ({sliding}), which neither draft nor serving layout has")
-    require(not any(name.endswith("o_proj.bias") for name in names), "the target has o_proj biases, which no "
-            "serving layout of a draft has")
+    require(not any(x.endswith("o_proj.bias") for x in names), "o_proj biases fit no serving layout")
     E, A, F, shared = (sizes.get(name) for name in SIZES)
     if not shared:
         shared = max(1, width // F) if F else next(n for n in (4, 2, 1) if width % (32 * n) == 0 or n == 1)
@@ -981,8 +970,8 @@ class Target:
         self.model, info = AutoModelForCausalLM.from_pretrained(
             self.path, dtype=cfg.dtype, device_map=cfg.target_device_map, use_safetensors=True,
             output_loading_info=True, **options, **{"num_hidden_layers": 0} if stored else {})
-        lost = ", ".join(sorted(info["missing_keys"])[:5])
-        require(not lost, f"{self.path} lacks weights of the target: {lost}")
+        lost = sorted(info["missing_keys"])[:5]
+        require(not lost, f"{self.path} lacks weights of the target: {', '.join(lost)}")
         self.model.eval().requires_grad_(False)
         if cfg.target_device_map is None:
             self.model.to(device)
@@ -1020,22 +1009,20 @@ def find_target(path):
     """Directory of a target; what is none is a hub id, downloaded if need be."""
     from huggingface_hub import snapshot_download
     try:
-        wanted = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(path if os.path.isdir(path) else snapshot_download(str(path), allow_patterns=wanted))
+        return Path(path if os.path.isdir(path) else snapshot_download(
+            str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the hub's client raises many kinds
         raise FileNotFoundError(f"target {str(path)!r} is neither a directory nor a hub id that can be had: "
                                 f"{str(error).splitlines()[0]}") from None
 
-DEMO = dict(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=32, n_routed_experts=8, num_experts_per_tok=2,
-            moe_intermediate_size=128, n_shared_experts=1, routed_scaling_factor=1.0, use_qk_norm=True,
-            first_k_dense_replace=1, intermediate_size=512, max_position_embeddings=4096,
-            num_nextn_predict_layers=0)
+DEMO = dict(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=8, head_dim=32,
+            num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
+            n_shared_experts=1, first_k_dense_replace=1, intermediate_size=512, use_qk_norm=True,
+            max_position_embeddings=4096)
 
 def stdlib_files(every=1):
     """(training, held-out) files of Python's standard library, text every machine has; each 20th held out."""
-    import sysconfig
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root = Path(os.__file__).parent
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
     files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
     return [f for i, f in enumerate(files) if i % 20][::every], files[::20][::every]
@@ -1092,8 +1079,6 @@ def read_documents(path, target):
             except Exception as error:  # a broken file raises many kinds
                 yield str(file), file, None, str(error)
         return
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"data file {path} does not exist")
     if not str(path).endswith(".jsonl"):
         ids = target.tokenizer(Path(path).read_text(errors="replace"))["input_ids"]
         yield str(path), None, ids, [True] * len(ids)
@@ -1134,15 +1119,14 @@ def read_samples(paths, target, seq_len, shortest):
     samples, skipped, V = [], [], target.draft_config.vocab_size
     for path in tqdm(paths, desc="reading", unit="file", leave=False, delay=2):
         for name, file, ids, mask in tqdm(read_documents(path, target), leave=False, delay=2):
-            ids, mask, reason = (torch.tensor([]), [], mask) if ids is None else (ids, mask, None)
+            ids, mask, why = (ids, mask, f"under {shortest} tokens") if ids is not None else ([], [], mask)
             pieces = zip(*(torch.as_tensor(x).split(seq_len) for x in (ids, mask)))
             kept = [Sample(name, i.long(), m.bool(), file, n * seq_len) for n, (i, m) in enumerate(pieces)
                     if len(i) >= shortest and m[2:].any()]
             if any(not 0 <= i.input_ids.min() <= i.input_ids.max() < V for i in kept):
-                kept, reason = [], f"holds a token id outside the target's vocabulary of {V}"
+                kept, why = [], f"holds a token id outside the target's vocabulary of {V}"
             samples += kept
-            if not kept:
-                skipped.append(f"{name} ({reason or f'under {shortest} tokens, or none to learn'})")
+            skipped += [] if kept else [f"{name} ({why})"]
     if skipped:
         say(f"{len(skipped)} documents skipped: {'; '.join(skipped[:3])}{'; ..' if len(skipped) > 3 else ''}")
     require(samples, f"no usable document in {', '.join(map(str, paths[:3]))}: each needs {shortest} tokens")
@@ -1163,7 +1147,6 @@ def pack(samples, seq_len):
 
 def spread(rows, most):  # evenly
     return rows[::-(-len(rows) // most)]
-
 @lru_cache(maxsize=2)
 def shuffled(n, seed, epoch):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
@@ -1202,8 +1185,7 @@ def capture(cfg):
     out.mkdir(parents=True, exist_ok=True)
     meta = dict(stage="post_norm", dtype=str(target.lm_head.dtype), target_config_sha256=target.sha256)
     files = {}  # named after their content: what an interrupted capture has written stays
-    samples = list(enumerate(read_samples(cfg.data, target, cfg.seq_len, 3)))
-    for number, sample in samples[ranks.rank::ranks.dp]:
+    for number, sample in [*enumerate(read_samples(cfg.data, target, cfg.seq_len, 3))][ranks.rank::ranks.dp]:
         key = repr((sample.input_ids.tolist(), sample.loss_mask.tolist(), meta)).encode()
         files[out / f"{number:06d}-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"] = sample
     todo = [(file, sample) for file, sample in files.items() if not file.exists()]
@@ -1246,8 +1228,7 @@ def start_ranks(device="auto", backend="sdpa", sp=None):
     device = torch.device(device, local if device == "cuda" else None)
     return Ranks(rank, world // sp, sp, group, device, *several)
 
-def all_sum(tensor):
-    """Sum over all ranks, in place; nothing to do without a process group."""
+def all_sum(tensor):  # over all ranks, in place
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
@@ -1255,8 +1236,7 @@ def barrier(ranks):
     if ranks.dp * ranks.sp > 1:
         dist.barrier()
 def say(text):
-    """Print on rank 0, above the progress bar if there is one."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if int(os.environ.get("RANK", 0)) == 0:  # above the progress bar, if there is one
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
@@ -1279,8 +1259,7 @@ def shard(ttt, mesh):
 
 def is_sharded(x):
     return isinstance(x, dist.tensor.DTensor)
-def whole(x):
-    """All of a tensor of which each rank holds a slice; all ranks call it."""
+def whole(x):  # of a tensor of which each rank holds a slice; all ranks call it
     return x.full_tensor() if is_sharded(x) else x
 
 # ---- Optimizer, checkpoints --------------------------------------------------------------------------------
@@ -1298,8 +1277,7 @@ class MasterAdamW:
         for p in self.masters.values():  # AdamW makes these at its first step; a checkpoint needs them before
             moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
             self.adam.state[p] = {"step": torch.zeros((), device=p.device), **moments}
-    def step(self, lr, scale):
-        """One step with the gradients times `scale`."""
+    def step(self, lr, scale):  # of the gradients
         for group in self.adam.param_groups:
             group["lr"] = lr
         for name, master in self.masters.items():
@@ -1321,8 +1299,7 @@ def learning_rate(step, cfg):
 @contextlib.contextmanager
 def atomic(path, ranks=Ranks()):
     """Write aside, fsync, rename (rank 0): `path`, file or folder, is the old or the complete new one."""
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.partial")
+    aside = (path := Path(path)).with_name(f".{Path(path).name}.partial")
     if ranks.rank == 0:
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
     barrier(ranks)
@@ -1340,8 +1317,7 @@ def fsync(path):
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
-def saved_states(out):
-    """Complete training states of a run, oldest first."""
+def saved_states(out):  # complete ones, oldest first
     found = (path for path in (Path(out) / "checkpoints").glob("step-*") if path.name[5:].isdigit())
     return sorted(found, key=lambda path: int(path.name[5:]))
 
@@ -1359,7 +1335,6 @@ def save_state(cfg, model, optimizer, progress, ranks):
     """Write OUT/checkpoints/step-N, all ranks together; it counts once the body has ended, which, given a
     future, runs meanwhile (--background-save). The newest `keep` stay."""
     path = Path(cfg.out) / "checkpoints" / f"step-{progress['step']:.0f}"
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path, ranks) as aside:
         state = training_state(model, optimizer, progress)
         if cfg.background_save:
@@ -1451,8 +1426,9 @@ class Options(TrainConfig):  # what other commands take as well
 
 def check_train_config(cfg):
     """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
-    for name in "ttt_length steps batch_size micro_batch_size eval_rows save_every keep log_every topk".split():
-        require(getattr(cfg, name) >= 1, f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
+    sizes = "ttt_length steps batch_size micro_batch_size eval_rows save_every keep log_every topk"
+    for name in sizes.split():
+        require(getattr(cfg, name) > 0, f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts: raise it")
     require(bool(cfg.data) + bool(cfg.hidden_states) == bool(cfg.target), "give --target DIR with either "
             "--data FILE.. or --hidden-states DIR.., or none of them: the demo")
@@ -1465,8 +1441,8 @@ def check_train_config(cfg):
     require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
     restarted, held = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), saved_states(cfg.out)
     resume = cfg.resume or ("auto" if restarted else "never")
-    require(resume in ("auto", "never") or (Path(resume) / ".metadata").exists(), f"--resume {resume} is no "
-            "complete training state: give auto, never or OUT/checkpoints/step-N")
+    require(resume in ("auto", "never") or (Path(resume) / ".metadata").exists(),
+            f"--resume {resume} is no complete training state: give auto, never or OUT/checkpoints/step-N")
     require(not held or resume != "never" or cfg.out == TrainConfig.out, f"--out {cfg.out} holds training "
             "states: add --resume auto to continue that run, or give another --out")
     return replace(cfg, resume=resume, step_weights=weights)
@@ -1523,10 +1499,9 @@ class Run:
         return found
     def gradients(self, rows):
         """Gradients, summed over all ranks. Returns loss, tally, expert load, names of samples not finite."""
-        batches, loss, tally, load, bad = list(self.batches(rows)), 0, 0, 0, []
-        K, sp, counts = self.cfg.ttt_length, self.ranks.sp, 0
-        for _, (ids, mask, docs) in batches:
-            counts = counts + valid_counts(mask, docs, K, batch=len(ids), length=ids.shape[1])
+        batches, loss, tally, load, bad, sp = list(self.batches(rows)), 0, 0, 0, [], self.ranks.sp
+        counts = sum(valid_counts(mask, docs, self.cfg.ttt_length, batch=len(ids), length=ids.shape[1])
+                     for _, (ids, mask, docs) in batches)
         counts = all_sum(counts) // sp  # the ranks of a group count the same rows
         self.model.zero_grad()
         for part, (ids, mask, docs) in batches:
@@ -1542,18 +1517,16 @@ class Run:
     @torch.no_grad()
     def evaluate(self, rows):
         """Acceptance over `rows`: means' dict, walk (list [K]), accept_len_walk (serving's rounds), rows."""
-        tally, rounds, post = 0, 0, self.cfg.recycle != "pre"  # both is evaluated as post
-        options = dict(rollout="data", recycle="post" if post else "pre", measure=True)
+        recycle, tally, rounds = "pre" if self.cfg.recycle == "pre" else "post", 0, 0  # both: as post
         for part, (ids, mask, docs) in self.batches(rows):
             hidden, _ = self.states(part, ids.shape[1])
-            out = self.loss(ids, hidden, mask, docs, **options)
+            out = self.loss(ids, hidden, mask, docs, rollout="data", recycle=recycle, measure=True)
             tally = tally + out.sums
             rounds = rounds + walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(ids.device)
         (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
         return {**means(tally), "walk": [n / max(1, n_rounds) for n in accepted], "rows": int(tally[7, 0]),
                 "accept_len_walk": 1 + sum(accepted) / max(1, n_rounds)}
     def report(self, rows, step, label):
-        """Evaluate, print the table, and keep it in metrics.jsonl."""
         result = self.evaluate(rows)
         say(acceptance_table({label: result}))
         self.append({"step": int(step), "eval": result})
@@ -1565,10 +1538,9 @@ class Run:
             target=str(target.path.resolve()), target_config_sha256=target.sha256), self.ranks.rank)
     def append(self, line):
         """A line of metrics.jsonl; with --tensorboard its numbers go there, too."""
-        if self.ranks.rank:
-            return
-        with open(Path(self.cfg.out) / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        if self.ranks.rank == 0:
+            with open(Path(self.cfg.out) / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
         kind = "eval" if "eval" in line else "train"
         for name, x in line.get("eval", line).items() if self.board and "skipped_samples" not in line else ():
             for k, value in enumerate(x if isinstance(x, list) else [x]):
@@ -1596,7 +1568,6 @@ def walk(hits, loss_mask, docs):
     return total
 
 def acceptance_table(results):
-    """Text of a table of {label: Run.evaluate's result}."""
     lengths, lines = ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy"), []
     for label, row in results.items():
         figures = {f"acc_{k}": x for k, x in enumerate(row["acc"])} | {name: row[name] for name in lengths}
@@ -1655,10 +1626,9 @@ def train(cfg):
     cfg = check_train_config(cfg)
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
-    target = open_target(cfg, ranks)
-    shape = target.draft_config
-    H, longest = shape.num_attention_heads, shape.max_position_embeddings
-    require(cfg.seq_len <= longest, f"--seq-len exceeds the target's max_position_embeddings {longest}")
+    shape = (target := open_target(cfg, ranks)).draft_config
+    H, most = shape.num_attention_heads, shape.max_position_embeddings
+    require(cfg.seq_len <= most, f"--seq-len exceeds the target's max_position_embeddings {most}")
     require(H % ranks.sp == 0, f"--sp {ranks.sp} does not divide {H} heads; give {math.gcd(H, ranks.sp)}")
     backend = choose_backend(cfg.backend, ranks.device, target.lm_head.dtype)
     if backend == "usp" and ranks.device.type == "cuda":
@@ -1681,14 +1651,13 @@ def train(cfg):
         ce, chance = results["before"]["ce"][0], math.log(shape.vocab_size)
         if not scratch and ce > 0.9 * chance:
             say(f"warning: the warm start's step-0 loss {ce:.2f} is near ln V = {chance:.2f}, as if random")
-    stopped = train_loop(run, optimizer, progress, rows, held)
-    if stopped:
+    if stopped := train_loop(run, optimizer, progress, rows, held):
         say(f"stopped by {stopped} after step {progress['step']:.0f}; state saved, --resume auto goes on")
         return results
     results["after"] = run.report(held, progress["step"], "after")
-    found = torch.zeros(ranks.dp * ranks.sp, 2, dtype=torch.long, device=ranks.device)
-    found[ranks.rank] = torch.tensor([peak_memory(ranks.device), AllToAll.bytes_sent])
-    for i, (peak, sent) in enumerate(all_sum(found).div(2 ** 20).tolist()):
+    found = torch.zeros(ranks.dp * ranks.sp, 2, dtype=torch.float64, device=ranks.device)
+    found[ranks.rank] = torch.tensor([peak_memory(ranks.device), AllToAll.bytes_sent]) / 2 ** 20
+    for i, (peak, sent) in enumerate(all_sum(found).tolist()):
         say(f"rank {i}: peak memory {peak:,.0f} MiB; sent {sent:,.1f} MiB to other ranks in attention")
     say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
     return results
@@ -1707,7 +1676,7 @@ def start_or_resume(run, optimizer):
     barrier(run.ranks)  # all have looked
     if run.ranks.rank == 0:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
-        out.mkdir(parents=True, exist_ok=True)
+        (out / "checkpoints").mkdir(parents=True)
         (out / "metrics.jsonl").unlink(missing_ok=True)
         need = 12 * sum(p.numel() for p in run.model.parameters()) * (cfg.keep + 1) / 1e9  # fp32, 2 moments
         room = shutil.disk_usage(out).free / 1e9
@@ -1766,8 +1735,7 @@ def train_loop(run, optimizer, progress, rows, held):
             return (signals or ["a signal to another rank"])[0]
     bar.close()
 
-class Interval:
-    """What is logged of the steps since the last line of metrics.jsonl."""
+class Interval:  # what is logged of the steps since the last line
     def __init__(self, run):
         self.run, self.began, self.data_seconds = run, time.perf_counter(), run.data_seconds
         self.sizes, self.losses, self.tally = [], [], torch.zeros(8, run.cfg.ttt_length)
@@ -1782,8 +1750,7 @@ class Interval:
                 "peak_memory": peak_memory(run.ranks.device), "bytes_sent": AllToAll.bytes_sent,
                 **{name: int(progress[name]) for name in ("tokens", "skipped", "bad_samples")}}
 
-def peak_memory(device):
-    """Bytes: the most this process has allocated on a GPU, or, on a CPU, has had resident."""
+def peak_memory(device):  # bytes: allocated on the GPU, or, on a CPU, resident
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
@@ -1795,8 +1762,8 @@ def skip_step(run, progress, bad, batch):
     names = sorted({*sum(found, [])}) or [sample.name for row in batch for sample in row]
     for name, n in (("skipped", 1), ("bad_samples", len(names)), ("skipped_in_a_row", 1)):
         progress[name] += n
-    shown = ", ".join(names[:4]) + (", .." if len(names) > 4 else "")
-    say(f"step {progress['step'] + 1:.0f} skipped, its loss or gradient is not finite: {shown}")
+    say(f"step {progress['step'] + 1:.0f} skipped, its loss or gradient is not finite: {', '.join(names[:4])}"
+        f"{', ..' if len(names) > 4 else ''}")
     run.append({"step": int(progress["step"]) + 1, "skipped_samples": names})
     require(progress["skipped_in_a_row"] < 10, "ten steps in a row were skipped: lower --lr")
 
@@ -1809,9 +1776,8 @@ def plot(cfg):
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for k in range(len(trained[0]["acc"]) if trained else 0):
-        for found, style in ((trained, "-"), (held, "o")):
-            left.plot([x["step"] for x in found], [x["acc"][k] for x in found], style, color=f"C{k}",
-                      label=f"step {k}" if style == "-" else None)
+        left.plot([x["step"] for x in trained], [x["acc"][k] for x in trained], f"C{k}", label=f"step {k}")
+        left.plot([x["step"] for x in held], [x["acc"][k] for x in held], f"C{k}o")
     right.plot([x["step"] for x in trained], [x["loss"] for x in trained], "k")
     left.legend(title="dots: held out")
     left.set(title="acceptance: the draft's argmax is the target's", xlabel="optimizer step", ylim=(0, 1))
@@ -1845,8 +1811,7 @@ class Drafter:
                 return drafted
             n, g = self.rows(drafted[-1:], g, start + len(tokens) + len(drafted) - 1)
 
-def distribution(logits, temperature):
-    """Of logits (N, V): what tokens are drawn from; temperature 0 is greedy, onehot(argmax)."""
+def distribution(logits, temperature):  # (N, V): what tokens are drawn from; 0 is greedy, onehot(argmax)
     if temperature:
         return (logits.float() / temperature).softmax(-1)
     return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
@@ -1861,10 +1826,9 @@ def verify(p, q, drafted):
     rest = (p[n] - q[n]).clamp(min=0) if n < len(drafted) else p[n]
     return n, (rest if rest.any() else p[n]).multinomial(1).item()
 
-# ids: prompt and verified tokens, to the end of the last round; answer: cut at the length limit and before an
-# end token; rounds: drafted tokens accepted in each, as vLLM counts, the last round whole; margins: (best
-# logit, its lead over the second) of each new token
-Decoding = namedtuple("Decoding", "ids answer rounds margins seconds")
+# ids: prompt, verified tokens to the end of the last round; answer: cut at length limit or end token; rounds:
+# accepted in each, as vLLM counts; margins: (best logit, lead over the next) of each token; speed: tokens/s
+Decoding = namedtuple("Decoding", "ids answer rounds margins speed")
 
 @torch.no_grad()
 def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=(), temperature=0.0):
@@ -1889,10 +1853,10 @@ def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=(), temperatur
         ends = [i for i, token in enumerate(answer) if token in eos]
         if ends or len(answer) >= max_new_tokens:
             answer = answer[:min([*ends, max_new_tokens])]
-            return Decoding(tokens, answer, rounds, margins, time.perf_counter() - began)
+            return Decoding(tokens, answer, rounds, margins, len(answer) / (time.perf_counter() - began))
         if K:
-            known = hidden[:, :hidden.shape[1] - len(drafted) + n]
-            drafted, start = drafter.draft(tokens[start + 1:], known, start, K), len(tokens) - 1
+            hidden = hidden[:, :hidden.shape[1] - len(drafted) + n]  # of what stands
+            drafted, start = drafter.draft(tokens[start + 1:], hidden, start, K), len(tokens) - 1
 
 def open_draft(cfg):
     """(model with its target set, target, ranks, cfg with what the draft decides); its own target only."""
@@ -1932,8 +1896,8 @@ def generate_command(cfg):
     rounds = max(1, len(fast.rounds))
     per_position = " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K))
     print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
-          f"over {len(fast.rounds)} rounds; accepted per position {per_position}\ntokens/s: "
-          f"{len(fast.answer) / fast.seconds:.1f} with drafting, {len(plain.answer) / plain.seconds:.1f} without")
+          f"over {len(fast.rounds)} rounds; accepted per position {per_position}\n"
+          f"tokens/s: {fast.speed:.1f} with drafting, {plain.speed:.1f} without")
     if cfg.temperature:
         return print(f"sampled at temperature {cfg.temperature} with {cfg.draft_sampling} drafts")
     check_lossless(plain, fast, target.lm_head.dtype)
@@ -1952,7 +1916,7 @@ def check_lossless(plain, fast, dtype):
 def generate_data(cfg):
     """Write the target's own greedy answers to prompts: the text that a draft will meet in serving."""
     require(cfg.prompts and cfg.out, "--prompts FILE and --out FILE.jsonl are both needed")
-    lines = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = filter(str.strip, Path(cfg.prompts).read_text(encoding="utf-8").splitlines())
     rows = [json.loads(x) if cfg.prompts.endswith(".jsonl") else {"prompt": x} for x in lines]
     wrong = [i for i, row in enumerate(rows, 1) if not row.keys() & {"prompt", "messages"}]
     require(not wrong, f"{cfg.prompts}: prompt {wrong[:1]} has neither \"prompt\" nor \"messages\"")
@@ -2002,8 +1966,8 @@ def parse(command, arguments):
         prog=f"mtp.py {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__ if command == "train" else run.__doc__)
     for f in (f for f in fields(Options) if f.name in f"{names} {common}".split()):
-        flags, default = ["--" + f.name.replace("_", "-")], None if f.name in unset else f.default
-        flags += [f.metadata["also"]] if "also" in f.metadata else []
+        flags = ["--" + f.name.replace("_", "-"), *filter(None, [f.metadata.get("also")])]
+        default = None if f.name in unset else f.default
         how = dict(action="store_true") if f.type == "bool" else dict(
             type={"int": int, "float": float}.get(f.type, str), choices=f.metadata.get("choices"),
             nargs="+" if f.type == "list" else None)

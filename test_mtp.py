@@ -1641,7 +1641,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path):
 def test_pickled_checkpoints_are_not_read(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match="only safetensors"):
+    with pytest.raises(ValueError, match="only safetensors"):
         mtp.Checkpoint(tmp_path)
 
 
@@ -1662,7 +1662,7 @@ def test_a_draft_that_does_not_fit_its_config_is_refused(tmp_path):
     edit_checkpoint(tmp_path, lambda s: (s.pop("enorm.weight"), s.update(extra=torch.ones(1))))
     with pytest.raises(ValueError, match="enorm.weight, extra"):
         mtp.load_draft(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no config.json"):
+    with pytest.raises(ValueError, match="no config.json"):
         mtp.load_draft(tmp_path / "nowhere")
 
 
@@ -1717,7 +1717,7 @@ def test_documents_are_read_cut_and_named(tmp_path, capsys):
     said = capsys.readouterr().out
     for part in ("4 documents skipped", f"{path}:2 (under 5 tokens", f"{path}:3 (neither text"):
         assert part in said
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match="c.txt"):
         mtp.read_samples([tmp_path / "c.txt"], target, 10, 5)
     with pytest.raises(ValueError, match="no usable document"):
         mtp.read_samples([path], target, 10, 500)
