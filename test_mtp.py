@@ -2480,8 +2480,8 @@ PEERS = {  # kind: (implementation, what it computes)
                 "distribution; acceptance figures"),
     "none": ("mtp.py, kernels off", "the same"),
     "experts": ("mtp.py, transformers' experts, grouped_mm", "the same"),
-    "ce_data": ("mtp.py, --loss ce_data:1", "the same, but CE against the data's tokens is the loss; KL, "
-                "acceptance against the target are figures"),
+    "ce_data": ("mtp.py, --loss ce_data:1", "the same, but the loss is CE against the data's tokens; CE, KL "
+                "and acceptance against the target are figures only"),
     "apart": ("mtp.py, --loss ce_data:1, no cache (a test's patch)", "the same, but each step attends to its "
               "own keys alone"),
     "speculators": ("speculators 0.9 MTP, grouped_mm", "each step attends to its own keys alone, positions t "
@@ -2514,9 +2514,11 @@ def peers(python, T=1024, rounds=3, turns=2):
                  *(f"{row[key] / 2 ** 20:,.0f} MiB" for key in ("peak", "saved")),
                  f"{row['parameters'] / 1e6:.1f} M"]
         print("| " + " | ".join(cells) + " |")
-    print(f"\nspeculators: softmax router, gates on shared expert and attention output (twice as wide a "
-          f"q_proj), all steps on T - K - 1 rows, logits of all rows and steps held (K [T, V] tensors, "
-          f"{sizes['K'] * T * sizes['V'] * 4 / 2 ** 20:,.0f} MiB each time they are copied).")
+    held = sizes["K"] * (T - sizes["K"] - 1) * sizes["V"] * 4 / 2 ** 20
+    print(f"\nspeculators' layer is Qwen3.5's: softmax router, gates on shared expert and attention output "
+          f"(q_proj twice as wide). All its steps run on T - K - 1 rows. Of what it keeps, {held:,.0f} MiB are "
+          "log-softmax over the vocabulary, [T - K - 1, V] a step. mtp.py computes the target's logits, too. "
+          "Memory rises by the gradients of the parameters in all rows.")
 
 
 # ---- Pictures: python test_mtp.py --pictures [FOLDER [RUN]] ------------------------------------------------
@@ -2528,11 +2530,8 @@ PURPLE, YELLOW = "#7b3294", "#e69f00"
 @contextlib.contextmanager
 def picture(file, height, columns=1, **more):
     """A figure 8 inches wide and its axes, in one style; written to `file` at the end."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit("pictures need matplotlib: pip install matplotlib")
+    import matplotlib
+    from matplotlib.figure import Figure
     style = {"font.size": 11, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK,
              "ytick.color": INK, "axes.edgecolor": "#64748b", "axes.spines.top": False, "svg.hashsalt": "mtp",
              "axes.spines.right": False, "svg.fonttype": "none", "axes.titlesize": 12, "grid.color": GRID,
@@ -2562,7 +2561,7 @@ def visible_keys(T, K):
 def draw_mask(file, T=6, K=3):
     from matplotlib.patches import Rectangle
     seen = visible_keys(T, K).view(K * T, K, T)
-    with picture(file, 7.4) as (figure, (axis,)):
+    with picture(file, 6.8) as (figure, (axis,)):
         gap = 0.7
         for (row, j, s), x in zip(itertools.product(range(K * T), range(K), range(T)), seen.flatten()):
             k, t = divmod(row, T)
@@ -2571,8 +2570,8 @@ def draw_mask(file, T=6, K=3):
         middles = [i * (T + gap) + T / 2 for i in range(K)]
         places = [i * (T + gap) + t + 0.46 for i in range(K) for t in range(T)]
         names = [str(t) for _ in range(K) for t in range(T)]
-        axis.set(xlim=(-0.2, K * (T + gap)), ylim=(K * (T + gap), -0.2), aspect="equal", xticks=places,
-                 yticks=places, xticklabels=names, yticklabels=names)
+        axis.set(xlim=(-0.2, K * (T + gap) - gap), ylim=(K * (T + gap) - gap, -0.2),
+                 aspect="equal", xticks=places, yticks=places, xticklabels=names, yticklabels=names)
         axis.xaxis.tick_top()
         axis.tick_params(length=0, labelsize=9, pad=1)
         axis.spines[:].set_visible(False)
@@ -2592,16 +2591,16 @@ def draw_acceptance(file, run):
         sys.exit(f"{run}/metrics.jsonl holds no evaluation: train with --eval-every N")
     steps, K = [step for step, _ in held], len(held[0][1]["acc"])
     with picture(file, 3.6, 2, sharey=True) as (_, axes):
-        titles = {"acc": "accuracy of step k alone", "walk": "rounds that accept position k"}
+        titles = {"acc": "held-out rows right at step k", "walk": "rounds that accept position k"}
         for axis, (key, title) in zip(axes, titles.items()):
             for k, colour in zip(range(K), itertools.cycle((BLUE, ORANGE, GREEN, PURPLE, YELLOW))):
                 values = [found[key][k] for _, found in held]
                 axis.plot(steps, values, color=colour, label=f"k = {k}", marker=".")
                 print(f"{key}_{k}: " + " ".join(f"{step}:{x:.3f}" for step, x in zip(steps, values)))
             axis.set(title=title, xlabel="optimizer step", ylim=(0, None))
+            axis.locator_params(axis="x", nbins=6, integer=True)
             axis.grid(alpha=0.6)
-        axes[0].set_ylabel("share of held-out rows")
-        axes[1].set_ylabel("share of rounds")
+        axes[0].set_ylabel("share")
         axes[0].legend(frameon=False)
 
 
@@ -2655,6 +2654,7 @@ def draw_memory(file, lengths=(256, 512, 1024, 2048), steps=(1, 2, 3, 4, 5, 6)):
                 axis.plot(points, sizes, color=colour, marker="o", markersize=5, label=name)
             axis.set(title=title, xlabel=label, yscale="log")
             axis.grid(alpha=0.6)
+        print("\nfa, recompute: in the backward pass, one step's activations at a time come on top")
         axes[0].set_xscale("log", base=2)
         axes[0].set_xticks(lengths, [str(T) for T in lengths])
         axes[1].set_xticks(steps)
@@ -2695,6 +2695,10 @@ def draw_ranks(file, T=1024, K=3, counts=(1, 2, 4)):
 
 def pictures(folder=HERE / "assets", run=None):
     """Draw the README's pictures from what the code does; numbers are printed, too."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        sys.exit("pictures need matplotlib: pip install matplotlib")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     draw_mask(folder / "mask.svg")
@@ -4893,9 +4897,10 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--ablation"]:
         ablation_row(**json.loads(sys.argv[2]))
     elif sys.argv[1:2] == ["--ablations"] and len(sys.argv) > 3:
-        words, _, start = " ".join(map(shlex.quote, sys.argv[2:])).partition(" --from ")
-        goal, stored, *count = shlex.split(words)
-        ablations(goal, stored, *map(int, count), start=shlex.split(start)[0] if start else None)
+        words = sys.argv[2:]
+        begun = words.pop(words.index("--from") + 1) if "--from" in words else None
+        goal, stored, *count = [word for word in words if word != "--from"]
+        ablations(goal, stored, *map(int, count), start=begun)
     elif sys.argv[1:2] == ["--peer"]:
         print(json.dumps(peer_mtp(**json.loads(sys.argv[2]))))
     elif sys.argv[1:2] == ["--peers"] and len(sys.argv) > 2:
