@@ -2515,10 +2515,10 @@ def peers(python, T=1024, rounds=3, turns=2):
                  f"{row['parameters'] / 1e6:.1f} M"]
         print("| " + " | ".join(cells) + " |")
     held = sizes["K"] * (T - sizes["K"] - 1) * sizes["V"] * 4 / 2 ** 20
-    print(f"\nspeculators' layer is Qwen3.5's: softmax router, gates on shared expert and attention output "
-          f"(q_proj twice as wide). All its steps run on T - K - 1 rows. Of what it keeps, {held:,.0f} MiB "
-          "are log-softmax over the vocabulary, [T - K - 1, V] a step. mtp.py computes the target's logits, too. "
-          "Memory rises by the gradients of the parameters in all rows.")
+    print("\nspeculators' layer is Qwen3.5's: softmax router, gates on shared expert and attention output "
+          "(q_proj twice as wide). All its steps run on T - K - 1 rows. Of what it keeps, "
+          f"{held:,.0f} MiB are log-softmax over the vocabulary, [T - K - 1, V] a step. mtp.py computes the "
+          "target's logits, too. Memory rises by the gradients of the parameters in all rows.")
 
 
 # ---- Pictures: python test_mtp.py --pictures [FOLDER [RUN]] ------------------------------------------------
