@@ -2378,9 +2378,9 @@ def ablations(target, states, steps=36, start=None):
         recycle = json.loads((Path(start) / "config.json").read_text())["recycle"]
         way = "pre" if recycle == "pre" else "post"
         more = dict(start=str(start), seed=seed, recycle=recycle, ways=[way])
-        measure("going on from a draft, keys of all steps", **more,
+        measure("going on from a draft, lr 1e-4, no balancing, keys of all steps", **more,
                 untrained=None if seed else "nothing more: the draft that is gone on from")
-        measure("going on from it, each step on its own keys", apart=True, **more)
+        measure("the same, each step attends to its own keys alone", apart=True, **more)
     rows, = {found["rows"] for found in first["after"].values()}
     print(f"{steps} steps of 4 rows of 256 tokens; {rows:,} held-out rows; every expert busy alike: "
           f"{1 / 8:.1%}\n" + "\n".join(table))
