@@ -6,6 +6,11 @@
     python test_mtp.py --bench [TABLE ..]  the README's tables of speed and memory: moe merge loss step
     python test_mtp.py --parity            the README's table of largest differences
     python test_mtp.py --objectives [N]    every objective of --loss, N steps on the demo target
+    python test_mtp.py --ablations TARGET STATES [STEPS] [--from DRAFT]
+                                           drafts that differ in one thing; STATES: of mtp.py capture
+    python test_mtp.py --peers PYTHON [T]  a step beside other programs'; PYTHON: one with speculators
+    python test_mtp.py --pictures [FOLDER [RUN]]
+                                           the README's pictures; RUN: a training run with evaluations
     python test_mtp.py --gpu [gpu.json]    on a GPU: checks, compute-sanitizer, timings against floors
 
 References are independent of the code under test: a loop over single rows in float64, transformers' own
@@ -13,9 +18,12 @@ layers, plain autograd, vLLM. Tolerances are derived: float64 results may differ
 of numbers of order one), fp32 layers by 1e-5, code in 16 bits may err twice as much as plain PyTorch does.
 """
 import ast
+import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -31,6 +39,7 @@ import tempfile
 import textwrap
 import time
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -2274,6 +2283,437 @@ def objectives(steps=150, seeds=(0, 1)):
     print("\n".join(table))
 
 
+# ---- The table of ablations: python test_mtp.py --ablations TARGET STATES [STEPS] --------------------------
+
+def attend_apart(q, k, v, past_k, past_v, docs, group=None):
+    """Not what is served: a step attends, causally, to its own keys alone, as in trainers without a cache."""
+    return mtp.attend_fa(q, k, v, [], [], docs)[0], past_k + [k], past_v + [v]
+
+
+def ablation_row(out, target, states, flags, apart, start, ways):
+    """Train one draft, or go on with a run that was cut, and write OUT/row.json. `flags` are mtp.py's; what
+    is none is patched: `apart` trains with attend_apart, `start` is a draft directory to go on from. Every
+    evaluation has three steps and the attention that is served; `ways`: what feeds a next step there."""
+    out, evaluate, read_rows = Path(out), mtp.Run.evaluate, mtp.read_rows
+    cfg = mtp.TrainConfig(
+        target=target, hidden_states=[states], out=str(out), backend="fa", batch_size=4, micro_batch_size=4,
+        seq_len=256, warmup_steps=6, eval_rows=16, resume="auto", save_every=12, keep=1, log_every=4, **flags)
+
+    def evaluate_as_served(run, rows):
+        found = {}
+        with mock.patch.dict(mtp.BACKENDS, fa=mtp.attend_fa):
+            for way in ways:
+                served = dataclasses.replace(run.cfg, ttt_length=3, recycle=way, step_weights=None)
+                found[way] = evaluate(mtp.Run(run.model, run.target, served, run.ranks, "fa"), rows)
+        file = out / ("after.json" if (out / "checkpoints").exists() else "before.json")
+        file.write_text(json.dumps(found))
+        return found[ways[0]]
+
+    def continued(cfg, target, ranks):
+        model, meta = mtp.load_draft(start)
+        if meta["target_config_sha256"] != target.sha256:
+            sys.exit(f"{start} is a draft of another target")
+        model.to(target.lm_head.dtype).set_target(target.embed, target.lm_head)
+        return model, "warm"
+
+    same_split = lambda cfg, target: read_rows(dataclasses.replace(cfg, ttt_length=5), target)  # whatever K
+    with mock.patch.multiple(mtp, read_rows=same_split, make_draft=continued if start else mtp.make_draft), \
+            mock.patch.dict(mtp.BACKENDS, fa=attend_apart if apart else mtp.attend_fa), \
+            mock.patch.object(mtp.Run, "evaluate", evaluate_as_served):
+        if "after" not in mtp.train(cfg):
+            sys.exit(1)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = {line["step"]: line for line in lines if "loss" in line}  # a resumed run repeats some
+    row = {name: json.loads((out / f"{name}.json").read_text()) for name in ("before", "after")} | {
+        "seconds": sum(line["compute_seconds"] + line["data_seconds"] for line in lines.values()),
+        "busiest": list(lines.values())[-1]["top_expert_share"]}
+    (out / "row.partial").write_text(json.dumps(row))
+    os.replace(out / "row.partial", out / "row.json")
+    shutil.rmtree(out / "checkpoints")
+
+
+def ablations(target, states, steps=36, start=None):
+    """Drafts that differ in one thing, trained alike on stored hidden states of `target`: `steps` steps of 4
+    rows of 256 tokens. Judged on every 20th sample, always with K = 3. Each is a process; a finished one is
+    not repeated. start: a draft directory that two more pairs go on from (it has not seen these samples)."""
+    folder = HERE / "runs" / f"ablations-{Path(states).name}-{steps}"
+    table = ["| trained with | seed | drafted as | accept_len | accept_len_walk | acc_0 | acc_1 | acc_2 | "
+             "busiest expert | training s |", "|---" * 10 + "|"]
+
+    def show(label, seed, row, when="after"):
+        for way, found in row[when].items():
+            figures = [found["accept_len"], found["accept_len_walk"], *found["acc"]]
+            spent = [f"{row['busiest']:.1%}", f"{row['seconds']:.0f}"] if when == "after" else ["", ""]
+            cells = [label, seed, way, *(f"{x:.3f}" for x in figures), *spent]
+            table.append("| " + " | ".join(map(str, cells)) + " |")
+
+    def measure(label, apart=False, start=None, ways=("post",), seed=0, untrained=None, **flags):
+        name = "-".join([*["apart"] * apart, *[f"from-{Path(start or '').name}"] * bool(start),
+                         *(f"{key}-{value}" for key, value in flags.items()), f"seed-{seed}"])
+        file = folder / name.replace(":", "") / "row.json"
+        if not file.exists():
+            row = dict(out=str(file.parent), target=target, states=states, apart=apart, start=start,
+                       ways=ways, flags=dict(flags, steps=steps, seed=seed))
+            command, env = [sys.executable, __file__, "--ablation", json.dumps(row)], {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, stdout=sys.stderr, env=env | dict(os.environ))
+            if done.returncode or not file.exists():
+                sys.exit("stopped; the same command goes on")
+        row = json.loads(file.read_text())
+        if untrained:
+            show(untrained, "", row, "before")
+        show(label, seed, row)
+        return row
+
+    default = "default: keys of all steps, recycle post, K 3, ce:1+kl:1, decay 0.8, balancing 0.01"
+    apart = "each step attends to its own keys alone, served with those of all steps"
+    first = measure(default, ways=("post", "pre"), untrained="nothing: the random draft")
+    measure(default, seed=1)
+    for seed in (0, 1):
+        measure(apart, apart=True, seed=seed)
+    measure("recycle pre", recycle="pre", ways=("pre", "post"))
+    measure("recycle both", recycle="both", ways=("post", "pre"))
+    for K in (1, 5):
+        measure(f"K {K}", ttt_length=K)
+    for loss in ("ce:1", "kl:1"):
+        measure(loss, loss=loss)
+    for decay in (0.6, 1.0):
+        measure(f"decay {decay}", decay=decay)
+    for rate in (0.0, 0.001):
+        measure(f"balancing {rate or 'off'}", balance_rate=rate)
+    for seed in (0, 1) if start else ():
+        recycle = json.loads((Path(start) / "config.json").read_text())["recycle"]
+        way = "pre" if recycle == "pre" else "post"
+        more = dict(start=str(start), seed=seed, recycle=recycle, ways=[way])
+        measure("going on from a draft, lr 1e-4, no balancing, keys of all steps", **more,
+                untrained=None if seed else "nothing more: the draft that is gone on from")
+        measure("the same, each step attends to its own keys alone", apart=True, **more)
+    rows, = {found["rows"] for found in first["after"].values()}
+    print(f"{steps} steps of 4 rows of 256 tokens; {rows:,} held-out rows; every expert busy alike: "
+          f"{1 / 8:.1%}\n" + "\n".join(table))
+
+
+# ---- Side by side with other programs: python test_mtp.py --peers PYTHON [T] -------------------------------
+
+def kept_bytes(forward, own):
+    """(forward(), bytes that autograd keeps of it): every storage once, not those of tensors `own`."""
+    alive = weakref.WeakSet()
+
+    class Kept:  # lives as long as the node that saved it
+        def __init__(self, x):
+            self.x = x
+            alive.add(self)
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.x):
+        out = forward()
+    given = {x.untyped_storage().data_ptr() for x in own}
+    sizes = {kept.x.untyped_storage().data_ptr(): kept.x.untyped_storage().nbytes() for kept in alive}
+    return out, sum(size for at, size in sizes.items() if at not in given)
+
+
+def measure_step(forward, own, turns):
+    """Of forward() and its backward: median seconds, how far resident memory rose, bytes kept in between."""
+    def resident(key):
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition(key + ":")[2].split()[0])
+
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    before, times = resident("VmRSS"), []
+    for _ in range(1 + turns):
+        for x in own:
+            x.grad = None
+        start = time.perf_counter()
+        forward().backward()
+        times.append(time.perf_counter() - start)
+    peak = resident("VmHWM") - before
+    return dict(seconds=statistics.median(times[1:]), peak=peak, saved=kept_bytes(forward, own)[1],
+                parameters=sum(x.numel() for x in own if x.requires_grad))
+
+
+def peer_mtp(kind, turns, T, K, V, C, H, G, D, E, A, width):
+    """Measure mtp.py's step; kind: kernels, none, experts (transformers'), ce_data, apart."""
+    torch.manual_seed(0)
+    mtp.KERNELS = mtp.KERNELS and kind != "none"
+    model = mtp.MTP(mtp.MTPConfig(
+        vocab_size=V, hidden_size=C, num_attention_heads=H, num_key_value_heads=G, head_dim=D,
+        n_routed_experts=E, num_experts_per_tok=A, moe_intermediate_size=width))
+    embed, head = torch.randn(2, V, C).mul_(0.02)
+    ids, hidden = torch.randint(V, (1, T)), torch.randn(1, T, C)
+    model.set_target(embed, head)
+    if kind == "experts":
+        fused = model.mlp.experts
+        block = transformers_experts(E, C, width, A, torch.float32, fused.gate_up_proj.detach(),
+                                     fused.down_proj.detach())["transformers grouped_mm"]
+        mtp.experts = lambda x, chosen, weights, gate_up, down: torch.func.functional_call(
+            block, dict(gate_up_proj=gate_up, down_proj=down), (x, chosen, weights))
+    if kind == "apart":
+        mtp.BACKENDS["fa"] = attend_apart
+    loss = "ce_data:1" if kind in ("ce_data", "apart") else "ce:1+kl:1"
+    return measure_step(lambda: mtp.ttt_loss(model, ids, hidden, ttt_length=K, backend="fa", loss=loss).loss,
+                        [*model.parameters(), embed, head, ids, hidden], turns)
+
+
+def peer_speculators(kind, turns, T, K, V, C, H, G, D, E, A, width):
+    """Measure the training step of speculators' MTP draft, Qwen3.5's MoE layer, where that package is."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
+    from speculators.models.mtp.core import compute_step_weights
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
+    torch.manual_seed(0)
+    layer = Qwen3_5MoeTextConfig(
+        vocab_size=V, hidden_size=C, num_attention_heads=H, num_key_value_heads=G, head_dim=D,
+        num_experts=E, num_experts_per_tok=A, moe_intermediate_size=width, num_hidden_layers=1,
+        shared_expert_intermediate_size=width, layer_types=["full_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0))
+    layer._experts_implementation = "grouped_mm"
+    model = MTPDraftModel(MTPSpeculatorConfig(
+        transformer_layer_config=layer, speculators_config=SpeculatorsConfig(
+            algorithm="mtp", default_proposal_method="greedy",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=K)],
+            verifier=VerifierConfig(name_or_path=None, architectures=[]))))
+    del model.verifier_lm_head  # as load_verifier_weights does
+    with torch.no_grad():
+        for x in model.parameters():
+            x.normal_(0.0, 0.02) if x.dim() > 1 else x.zero_()  # its norms add one to their weight
+    ids, hidden = torch.randint(V, (1, T)), torch.randn(1, T, C)
+    weights = compute_step_weights(0.8, K)
+    return measure_step(lambda: model(ids, hidden, step_weights=weights)[1],
+                        [*model.parameters(), ids, hidden], turns)
+
+
+PEERS = {  # kind: (implementation, what it computes)
+    "kernels": ("mtp.py, kernels on", "keys of all steps as served; CE and KL against the target's "
+                "distribution; acceptance figures"),
+    "none": ("mtp.py, kernels off", "the same"),
+    "experts": ("mtp.py, transformers' experts, grouped_mm", "the same"),
+    "ce_data": ("mtp.py, --loss ce_data:1", "the same, but the loss is CE against the data's tokens; CE, KL "
+                "and acceptance against the target are figures only"),
+    "apart": ("mtp.py, --loss ce_data:1, no cache (a test's patch)", "the same, but each step attends to its "
+              "own keys alone"),
+    "speculators": ("speculators 0.9 MTP, grouped_mm", "each step attends to its own keys alone, positions t "
+                    "in all steps; CE against the data's tokens; no target distribution, no figures")}
+
+
+def peers(python, T=1024, rounds=3, turns=2):
+    """One training step, forward and backward, of the same widths by each of PEERS, fp32, one thread, every
+    measurement a process; they take turns. `python`: of an environment with speculators 0.9."""
+    sizes = dict(T=T, K=3, V=32000, C=1024, H=16, G=4, D=64, E=32, A=4, width=512)
+    parts = "\n\n".join(map(inspect.getsource, (kept_bytes, measure_step, peer_speculators)))
+    code = ("import json, statistics, sys, time, weakref\nfrom pathlib import Path\nimport torch\n"
+            f"{parts}\nprint(json.dumps(peer_speculators(**json.loads(sys.argv[1]))))")
+    found = {kind: [] for kind in PEERS}
+    for turn, kind in itertools.product(range(rounds), PEERS):
+        start = [python, "-c", code] if kind == "speculators" else [sys.executable, __file__, "--peer"]
+        done = subprocess.run([*start, json.dumps(dict(sizes, kind=kind, turns=turns))], check=True,
+                              stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        found[kind].append(json.loads(done.stdout.splitlines()[-1]))
+        print(f"round {turn + 1}, {kind}: {found[kind][-1]}", file=sys.stderr, flush=True)
+    middle = {kind: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+              for kind, rows in found.items()}
+    print(f"one step, forward and backward, fp32, one thread, medians of {rounds} processes: "
+          f"{', '.join(f'{key} {value}' for key, value in sizes.items())}\n\n"
+          "| implementation | what it computes | s | ratio | memory rises by | saved for backward | "
+          "parameters |\n" + "|---" * 7 + "|")
+    for kind, row in middle.items():
+        ratio = row["seconds"] / middle["kernels"]["seconds"]
+        cells = [*PEERS[kind], f"{row['seconds']:.2f}", f"{ratio:.2f}x",
+                 *(f"{row[key] / 2 ** 20:,.0f} MiB" for key in ("peak", "saved")),
+                 f"{row['parameters'] / 1e6:.1f} M"]
+        print("| " + " | ".join(cells) + " |")
+    held = sizes["K"] * (T - sizes["K"] - 1) * sizes["V"] * 4 / 2 ** 20
+    print("\nspeculators' layer is Qwen3.5's: softmax router, gates on shared expert and attention output "
+          "(q_proj twice as wide). All its steps run on T - K - 1 rows. Of what it keeps, "
+          f"{held:,.0f} MiB are log-softmax over the vocabulary, [T - K - 1, V] a step. mtp.py computes the "
+          "target's logits, too. Memory rises by the gradients of the parameters in all rows.")
+
+
+# ---- Pictures: python test_mtp.py --pictures [FOLDER [RUN]] ------------------------------------------------
+
+INK, GRID, BLUE, ORANGE, GREEN = "#0f172a", "#cbd5e1", "#0072b2", "#d55e00", "#009e73"  # colour-blind safe
+PURPLE, YELLOW = "#7b3294", "#e69f00"
+
+
+@contextlib.contextmanager
+def picture(file, height, columns=1, **more):
+    """A figure 8 inches wide and its axes, in one style; written to `file` at the end."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    style = {"font.size": 11, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK,
+             "ytick.color": INK, "axes.edgecolor": "#64748b", "axes.spines.top": False, "svg.hashsalt": "mtp",
+             "axes.spines.right": False, "svg.fonttype": "none", "axes.titlesize": 12, "grid.color": GRID,
+             "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"], "lines.linewidth": 2}
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
+        yield figure, figure.subplots(1, columns, squeeze=False, **more)[0]
+        figure.savefig(file, metadata={"Date": None} if str(file).endswith("svg") else None)
+    print(f"drew {file}")
+
+
+def visible_keys(T, K):
+    """(K, T, K, T) bool: does the query of row t, step k see the key of row s, step j? By gradient: row t's
+    attention, of the backend that trains, has one in the value of exactly the keys it sees."""
+    docs, past, seen = mtp.Documents(None, 1, T, "cpu"), ([], []), torch.zeros(K, T, K, T, dtype=torch.bool)
+    values = [torch.randn(1, T, 1, 8, requires_grad=True) for _ in range(K)]
+    for k in range(K):
+        q, key = torch.randn(2, 1, T, 1, 8)
+        out, *past = mtp.attend_fa(q, key, values[k], *past, docs)
+        for t in range(T):
+            grads = torch.autograd.grad(out[0, t].sum(), values[:k + 1], retain_graph=True)
+            for j, grad in enumerate(grads):
+                seen[k, t, j] = grad[0, :, 0].abs().amax(-1) > 0
+    return seen
+
+
+def draw_mask(file, T=6, K=3):
+    from matplotlib.patches import Rectangle
+    seen = visible_keys(T, K).view(K * T, K, T)
+    with picture(file, 6.8) as (figure, (axis,)):
+        gap = 0.7
+        for (row, j, s), x in zip(itertools.product(range(K * T), range(K), range(T)), seen.flatten()):
+            k, t = divmod(row, T)
+            colour = (BLUE, ORANGE)[j > 0] if x else "#f1f5f9"
+            axis.add_patch(Rectangle((j * (T + gap) + s, k * (T + gap) + t), 0.92, 0.92, color=colour, lw=0))
+        middles = [i * (T + gap) + T / 2 for i in range(K)]
+        places = [i * (T + gap) + t + 0.46 for i in range(K) for t in range(T)]
+        names = [str(t) for _ in range(K) for t in range(T)]
+        axis.set(xlim=(-0.2, K * (T + gap) - gap), ylim=(K * (T + gap) - gap, -0.2),
+                 aspect="equal", xticks=places, yticks=places, xticklabels=names, yticklabels=names)
+        axis.xaxis.tick_top()
+        axis.tick_params(length=0, labelsize=9, pad=1)
+        axis.spines[:].set_visible(False)
+        for i, at in enumerate(middles):
+            axis.text(at, -1.5, f"keys of step {i}, row s", ha="center", va="bottom")
+            axis.text(-1.5, at, f"queries of step {i}, row t", ha="right", va="center", rotation=90)
+        marks = [Rectangle((0, 0), 1, 1, color=colour) for colour in (BLUE, ORANGE)]
+        figure.legend(marks, ["step 0: rows s ≤ t", "steps 1..k: its own row, s = t"], frameon=False,
+                      loc="outside lower center", ncols=2)
+
+
+def draw_acceptance(file, run):
+    """From the evaluations of a run's metrics.jsonl (train with --eval-every N)."""
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    held = [(line["step"], line["eval"]) for line in lines if "eval" in line]
+    if not held:
+        sys.exit(f"{run}/metrics.jsonl holds no evaluation: train with --eval-every N")
+    steps, K = [step for step, _ in held], len(held[0][1]["acc"])
+    with picture(file, 3.6, 2, sharey=True) as (_, axes):
+        titles = {"acc": "held-out rows right at step k", "walk": "rounds that accept position k"}
+        for axis, (key, title) in zip(axes, titles.items()):
+            for k, colour in zip(range(K), itertools.cycle((BLUE, ORANGE, GREEN, PURPLE, YELLOW))):
+                values = [found[key][k] for _, found in held]
+                axis.plot(steps, values, color=colour, label=f"k = {k}", marker=".")
+                print(f"{key}_{k}: " + " ".join(f"{step}:{x:.3f}" for step, x in zip(steps, values)))
+            axis.set(title=title, xlabel="optimizer step", ylim=(0, None))
+            axis.locator_params(axis="x", nbins=6, integer=True)
+            axis.grid(alpha=0.6)
+        axes[0].set_ylabel("share")
+        axes[0].legend(frameon=False)
+
+
+def small_case(T, V=4096):
+    """A draft of small widths, on any process the same; ids; hidden states of T rows."""
+    torch.manual_seed(0)
+    model = mtp.MTP(mtp.MTPConfig(
+        vocab_size=V, hidden_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128))
+    model.set_target(torch.randn(V, 256), torch.randn(V, 256))
+    return model, torch.randint(V, (1, T)), torch.randn(1, T, 256)
+
+
+def step_bytes(T, K, backend, **options):
+    """Bytes kept for the backward pass by ttt_loss on small_case. recompute keeps the keys and values of
+    earlier steps outside of autograd: what a step is given of them is counted, too."""
+    model, ids, hidden = small_case(T)
+    if options.get("sharded"):
+        P = dist.get_world_size()
+        L = -(-T // P)
+        hidden = F.pad(hidden, (0, 0, 0, P * L + K - T))[:, dist.get_rank() * L:][:, :L + K]
+    given, real = {}, mtp.BACKENDS[backend]
+
+    def attend(q, k, v, past_k, past_v, docs, group=None):
+        for x in (*past_k, *past_v):
+            given[x.untyped_storage().data_ptr()] = x
+        return real(q, k, v, past_k, past_v, docs, group)
+
+    own = [*model.parameters(), model.embed_weight, model.lm_head_weight]
+    with mock.patch.dict(mtp.BACKENDS, {backend: attend}):
+        out, size = kept_bytes(lambda: mtp.ttt_loss(
+            model, ids, hidden, ttt_length=K, backend=backend, **options).loss, own)
+    assert out.requires_grad
+    if options.get("recompute"):
+        size += sum({at: x.untyped_storage().nbytes() for at, x in given.items()}.values())
+    return size
+
+
+def draw_memory(file, lengths=(256, 512, 1024, 2048), steps=(1, 2, 3, 4, 5, 6)):
+    ways = {"sdpa": ("sdpa", {}, ORANGE), "fa": ("fa", {}, BLUE),
+            "fa, recompute": ("fa", dict(recompute=True), GREEN)}
+    panels = [("K = 3", "tokens T of a row", lengths, lambda T: (T, 3)),
+              (f"T = {lengths[-2]}", "steps K", steps, lambda K: (lengths[-2], K))]
+    with picture(file, 4.0, 2, sharey=True) as (_, axes):
+        for axis, (title, label, points, case) in zip(axes, panels):
+            print(f"\nMiB saved for backward, {title}\n| {label} | " + " | ".join(map(str, points)) + " |\n"
+                  + "|---" * (1 + len(points)) + "|")
+            for name, (backend, options, colour) in ways.items():
+                sizes = [step_bytes(*case(x), backend, **options) / 2 ** 20 for x in points]
+                print(f"| {name} | " + " | ".join(f"{x:.1f}" for x in sizes) + " |", flush=True)
+                axis.plot(points, sizes, color=colour, marker="o", markersize=5, label=name)
+            axis.set(title=title, xlabel=label, yscale="log")
+            axis.grid(alpha=0.6)
+        print("\nfa, recompute: in the backward pass, one step's activations at a time come on top")
+        axes[0].set_xscale("log", base=2)
+        axes[0].set_xticks(lengths, [str(T) for T in lengths])
+        axes[1].set_xticks(steps)
+        axes[0].set_ylabel("MiB saved for backward")
+        axes[0].yaxis.set_major_formatter("{x:g}")
+        axes[0].legend(frameon=False, loc="upper left")
+
+
+def rank_bytes(rank, P, folder, T, K):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=P)
+    size = step_bytes(T, K, "usp", sharded=True)
+    Path(folder, f"{rank}.json").write_text(json.dumps(size))
+    dist.destroy_process_group()
+
+
+def draw_ranks(file, T=1024, K=3, counts=(1, 2, 4)):
+    sizes = []
+    for P in counts:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(rank_bytes, (P, folder, T, K), nprocs=P)
+            files = [Path(folder, f"{rank}.json") for rank in range(P)]
+            sizes.append([json.loads(file.read_text()) / 2 ** 20 for file in files])
+    print(f"\nMiB saved for backward per rank, usp, sharded hidden states, T = {T}, K = {K}\n"
+          "| ranks P | rank by rank | largest x P / one rank |\n" + "|---" * 3 + "|")
+    for P, each in zip(counts, sizes):
+        print(f"| {P} | {', '.join(f'{x:.1f}' for x in each)} | {max(each) * P / sizes[0][0]:.2f} |")
+    with picture(file, 3.4) as (_, (axis,)):
+        at = range(len(counts))
+        bars = axis.bar(at, [max(each) for each in sizes], width=0.5, color=BLUE)
+        axis.bar_label(bars, [f"{max(each):.1f} MiB" for each in sizes], padding=3, color=INK)
+        ideal = axis.hlines([sizes[0][0] / P for P in counts], [i - 0.35 for i in at], [i + 0.35 for i in at],
+                            color=ORANGE)
+        axis.set_xticks(at, [f"P = {P}" for P in counts])
+        axis.set(ylabel="MiB saved per rank", title=f"one row of {T} tokens over P ranks (usp, K = {K})")
+        axis.legend([bars, ideal], ["measured, largest rank", "a P-th of one rank"], frameon=False)
+
+
+def pictures(folder=HERE / "assets", run=None):
+    """Draw the README's pictures from what the code does; numbers are printed, too."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        sys.exit("pictures need matplotlib: pip install matplotlib")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_mask(folder / "mask.svg")
+    if run:
+        draw_acceptance(folder / "acceptance.svg", run)
+    draw_memory(folder / "memory.svg")
+    draw_ranks(folder / "ranks.svg")
+
+
 # ---- Kernels on and off ------------------------------------------------------------------------------------
 
 def test_kernels_that_are_asked_for_and_missing_are_an_error(monkeypatch, capsys):
@@ -4460,6 +4900,19 @@ if __name__ == "__main__":
         objective_row(int(sys.argv[2]), json.loads(sys.argv[3]))
     elif sys.argv[1:2] == ["--objectives"]:
         objectives(*map(int, sys.argv[2:]))
+    elif sys.argv[1:2] == ["--ablation"]:
+        ablation_row(**json.loads(sys.argv[2]))
+    elif sys.argv[1:2] == ["--ablations"] and len(sys.argv) > 3:
+        words = sys.argv[2:]
+        begun = words.pop(words.index("--from") + 1) if "--from" in words else None
+        goal, stored, *count = [word for word in words if word != "--from"]
+        ablations(goal, stored, *map(int, count), start=begun)
+    elif sys.argv[1:2] == ["--peer"]:
+        print(json.dumps(peer_mtp(**json.loads(sys.argv[2]))))
+    elif sys.argv[1:2] == ["--peers"] and len(sys.argv) > 2:
+        peers(sys.argv[2], *map(int, sys.argv[3:]))
+    elif sys.argv[1:2] == ["--pictures"]:
+        pictures(*sys.argv[2:])
     elif sys.argv[1:2] == ["--once"]:  # what compute-sanitizer runs
         for each in DTYPES:
             every_output(Compiled("cuda"), each)
