@@ -2314,7 +2314,7 @@ def ablation_row(out, target, states, flags, apart, start, ways):
         if meta["target_config_sha256"] != target.sha256:
             sys.exit(f"{start} is a draft of another target")
         model.to(target.lm_head.dtype).set_target(target.embed, target.lm_head)
-        return model, "warm"
+        return model, False
 
     same_split = lambda cfg, target: read_rows(dataclasses.replace(cfg, ttt_length=5), target)  # whatever K
     with mock.patch.multiple(mtp, read_rows=same_split, make_draft=continued if start else mtp.make_draft), \
