@@ -1145,8 +1145,6 @@ def pack(samples, seq_len):
         insort(room, (left - len(sample.input_ids), row))
     return rows
 
-def spread(rows, most):  # evenly
-    return rows[::-(-len(rows) // most)]
 @lru_cache(maxsize=2)
 def shuffled(n, seed, epoch):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
@@ -1189,7 +1187,7 @@ def capture(cfg):
         key = repr((sample.input_ids.tolist(), sample.loss_mask.tolist(), meta)).encode()
         files[out / f"{number:06d}-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"] = sample
     todo = [(file, sample) for file, sample in files.items() if not file.exists()]
-    with tqdm(total=len(files), initial=len(files) - len(todo), desc="capture", unit="sample") as bar:
+    with tqdm(total=len(files), initial=len(files) - len(todo), disable=ranks.rank > 0) as bar:
         for part in (todo[i:i + 16] for i in range(0, len(todo), 16)):
             for (file, sample), hidden in zip(part, target.states([sample for _, sample in part])):
                 tensors = dict(input_ids=sample.input_ids, loss_mask=sample.loss_mask, hidden_states=hidden)
@@ -1523,6 +1521,7 @@ class Run:
             out = self.loss(ids, hidden, mask, docs, rollout="data", recycle=recycle, measure=True)
             tally = tally + out.sums
             rounds = rounds + walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(ids.device)
+        getattr(self.loss, "reshard", int)()  # with FSDP2: slices again
         (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
         return {**means(tally), "walk": [n / max(1, n_rounds) for n in accepted], "rows": int(tally[7, 0]),
                 "accept_len_walk": 1 + sum(accepted) / max(1, n_rounds)}
@@ -1612,7 +1611,8 @@ def read_rows(cfg, target):
     tokens = sum(len(sample.input_ids) for sample in samples)
     say(f"data: {tokens:,} tokens of {len(samples):,} samples in {len(rows):,} rows of {cfg.seq_len} (fill "
         f"ratio {tokens / len(rows) / cfg.seq_len:.2f}); {len(held):,} samples held out")
-    return rows, spread(pack(held, cfg.seq_len), cfg.eval_rows)
+    held = pack(held, cfg.seq_len)
+    return rows, held[::-(-len(held) // cfg.eval_rows)]
 
 def warm_up(cfg, shape, ranks, dtype):
     """Compile fa before the first collective: a rank that compiles late would make the others time out."""
@@ -1873,8 +1873,8 @@ def evaluate_command(cfg):
     model, target, ranks, cfg = open_draft(cfg)
     backend = choose_backend(cfg.backend, target.device, target.lm_head.dtype)
     samples = read_samples(cfg.data or stdlib_files(every=6)[1], target, cfg.seq_len, cfg.ttt_length + 2)
-    rows = spread(pack(samples, cfg.seq_len), cfg.eval_rows)
-    result = Run(model, target, cfg, ranks, backend).evaluate(rows)
+    rows = pack(samples, cfg.seq_len)
+    result = Run(model, target, cfg, ranks, backend).evaluate(rows[::-(-len(rows) // cfg.eval_rows)])
     say(acceptance_table({"draft": result}))
     accepted = " ".join(f"{x:.3f}" for x in result["walk"])
     say(f"walk: accepted per position {accepted}; {result['rows']:,} rows counted")
