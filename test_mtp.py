@@ -8,6 +8,9 @@
     python test_mtp.py --objectives [N]    every objective of --loss, N steps on the demo target
     python test_mtp.py --ablations TARGET STATES [STEPS] [--from DRAFT]
                                            drafts that differ in one thing; STATES: of mtp.py capture
+    python test_mtp.py --prompts [FOLDER]  the prompts of the README's real model, asked and held out
+    python test_mtp.py --walks DRAFT PROMPTS [DTYPE [N [LENGTH]]]
+                                           tokens per round: decoding, eval and (MTP_VLLM_PYTHON) vLLM
     python test_mtp.py --peers PYTHON [T]  a step beside other programs'; PYTHON: one with speculators
     python test_mtp.py --pictures [FOLDER [RUN]]
                                            the README's pictures; RUN: a training run with evaluations
@@ -18,16 +21,20 @@ layers, plain autograd, vLLM. Tolerances are derived: float64 results may differ
 of numbers of order one), fp32 layers by 1e-5, code in 16 bits may err twice as much as plain PyTorch does.
 """
 import ast
+import builtins
 import contextlib
 import ctypes
 import dataclasses
 import functools
 import hashlib
+import http
 import inspect
 import itertools
 import json
+import keyword
 import math
 import os
+import random
 import re
 import shlex
 import shutil
@@ -51,6 +58,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
 import convert
 import mtp
@@ -2390,6 +2398,98 @@ def ablations(target, states, steps=36, start=None):
     rows, = {found["rows"] for found in first["after"].values()}
     print(f"{steps} steps of 4 rows of 256 tokens; {rows:,} held-out rows; every expert busy alike: "
           f"{1 / 8:.1%}\n" + "\n".join(table))
+
+
+# ---- A real model: python test_mtp.py --prompts [FOLDER], --walks DRAFT PROMPTS ----------------------------
+
+def stdlib_functions():
+    """(module, name, first paragraph of its docstring, source) of the standard library's plain functions."""
+    for path in sum(mtp.stdlib_files(), []):
+        try:
+            text = path.read_text()
+            tree = ast.parse(text)
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in tree.body:
+            public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+            if public and ast.get_docstring(node):
+                doc = " ".join(ast.get_docstring(node).split("\n\n")[0].split())
+                yield path.stem, node.name, doc, ast.get_source_segment(text, node)
+
+
+def write_prompts(folder="."):
+    """Instructions over the standard library's documentation and source, questions, arithmetic, rewriting and
+    lists, in random order: general.jsonl, and code.jsonl (write a function that ..). No function, number or
+    list of the files *-held.jsonl occurs in the others."""
+    draw = random.Random(0)
+    things = [f"the Python module {m}" for m in sorted(sys.stdlib_module_names) if m[0] != "_"]
+    things += [f"the Python built-in {b}" for b in dir(builtins) if b[0] != "_"]
+    things += [f"the Python keyword {k}" for k in keyword.kwlist]
+    things += [f"the HTTP status {s.value} {s.phrase}" for s in http.HTTPStatus]
+    ask = ["What is {}?", "Explain {} in simple words.", "Give a short example of {}.",
+           "When would I use {}, and when not?"]
+    questions = [a.format(thing) for a in ask for thing in things]
+    draw.shuffle(questions)
+    functions = [f for f in dict.fromkeys(stdlib_functions()) if 30 < len(f[2]) < 300]
+    draw.shuffle(functions)
+    rewrite = ["Rewrite this sentence in plain English: ", "Turn this into a question: ",
+               "Say this in more formal words: ", "Make this shorter: "]
+    about = {"docs": [f"In Python, {module}.{name} is documented as: \"{doc}\" Explain this to a beginner."
+                      for module, name, doc, _ in functions[0::4]],
+             "source": [f"What does this Python function do?\n\n```python\n{source}\n```"
+                        for _, _, _, source in functions[1::4] if len(source) < 900],
+             "rewrite": [draw.choice(rewrite) + doc for _, _, doc, _ in functions[2::4]]}
+    asked = ["What is {} + {}?", "What is {} - {}?", "Compute {} * {} step by step.",
+             "A shop sells {} boxes of {} apples each. How many apples are that?"]
+    pairs = [(a, b) for a in range(11, 60, 3) for b in range(7, 60, 4)]
+    draw.shuffle(pairs)
+    about["arithmetic"] = [draw.choice(asked).format(*pair) for pair in pairs]
+    about["list"] = [f"List {n} {what} {thing}." for thing in things[::5] for n, what in
+                     [draw.choice([(3, "facts about"), (5, "uses of"), (4, "mistakes people make with"),
+                                   (3, "alternatives to")])]]
+    code = [f"Write a Python function that does this: {doc}" for _, _, doc, _ in functions[3::4]]
+    sizes = {"docs": 300, "source": 250, "rewrite": 250, "arithmetic": 150, "list": 90}
+    more = [x for kind, n in sizes.items() for x in about[kind][:-12][:n]]
+    draw.shuffle(more)
+    files = {"general": questions[:1024] + more, "code": code[:-48][:400], "code-held": code[-48:],
+             "general-held": questions[-24:] + [x for xs in about.values() for x in xs[-12:]]}
+    for name, prompts in files.items():
+        lines = [json.dumps({"prompt": x}) + "\n" for x in prompts]
+        (Path(folder) / f"{name}.jsonl").write_text("".join(lines))
+        print(f"{name}.jsonl: {len(lines)} prompts")
+
+
+def walks(draft, prompts, dtype="bfloat16", most=40, length=96):
+    """Tokens per round of `most` prompts by three ways that have to agree: decoding here, `eval`'s walk over
+    the answers, and, where MTP_VLLM_PYTHON names its environment, stock vLLM with what convert.py writes."""
+    cfg = mtp.Options(draft=str(draft), dtype=dtype, recycle=None, ttt_length=None, backend="fa")
+    model, target, ranks, cfg = mtp.open_draft(cfg)
+    lines = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()][:int(most)]
+    asked = [target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True)["input_ids"]
+        for text in lines]
+    K, length, rounds, texts, found = cfg.ttt_length, int(length), [], [], {}
+    for ids in tqdm(asked, desc="decoding"):
+        drafter = mtp.Drafter(model, cfg.recycle, cfg.zero_first_embedding)
+        result = mtp.decode(target, ids, length, drafter, K)
+        answered = torch.arange(len(result.ids)) >= len(ids)
+        texts.append([mtp.Sample("answer", torch.tensor(result.ids), answered)])
+        rounds += result.rounds
+    found["mtp.py decoding"] = len(rounds), [sum(n > k for n in rounds) / len(rounds) for k in range(K)]
+    evaluation = mtp.Run(model, target, cfg, ranks, "fa").evaluate(texts)
+    found["mtp.py eval on that text"] = len(rounds), evaluation["walk"]
+    if os.environ.get("MTP_VLLM_PYTHON"):
+        with tempfile.TemporaryDirectory() as folder:
+            convert_cli(draft, "--out", Path(folder) / "served")
+            longest = max(map(len, asked)) + length + K + 1
+            result, = vllm([dict(model=Path(folder) / "served", K=K, prompts=asked, max_tokens=length,
+                                 max_model_len=longest, dtype=dtype)], Path(folder))
+        found["vLLM"] = result["drafts"], [n / result["drafts"] for n in result["accepted"]]
+    print(f"{len(asked)} prompts, {length} tokens each, greedy, {dtype}\n| walk | rounds | "
+          f"{' | '.join(f'position {k}' for k in range(K))} | tokens per round |\n{'|---' * (K + 3)}|")
+    for name, (n, accepted) in found.items():
+        print(f"| {name} | {n:,} | {' | '.join(f'{x:.3f}' for x in accepted)} | {1 + sum(accepted):.3f} |")
+    print(f"eval on that text, all rows: accept_len {evaluation['accept_len']:.3f}")
 
 
 # ---- Side by side with other programs: python test_mtp.py --peers PYTHON [T] -------------------------------
@@ -4911,6 +5011,10 @@ if __name__ == "__main__":
         print(json.dumps(peer_mtp(**json.loads(sys.argv[2]))))
     elif sys.argv[1:2] == ["--peers"] and len(sys.argv) > 2:
         peers(sys.argv[2], *map(int, sys.argv[3:]))
+    elif sys.argv[1:2] == ["--prompts"]:
+        write_prompts(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--walks"]:
+        walks(*sys.argv[2:])
     elif sys.argv[1:2] == ["--pictures"]:
         pictures(*sys.argv[2:])
     elif sys.argv[1:2] == ["--once"]:  # what compute-sanitizer runs
