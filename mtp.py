@@ -145,8 +145,7 @@ def fp32(dtype):  # at least: what norms, routers, softmaxes and sums run in
     return torch.promote_types(dtype, torch.float32)
 def halves(x):
     return x[:len(x) // 2], x[len(x) // 2:]
-def window(x, start, stop):
-    """A copy of x[:, start:stop], (B, stop - start, ...), zeros where x has ended."""
+def window(x, start, stop):  # a copy of x[:, start:stop], zeros where x has ended
     part = x[:, start:stop]
     return torch.cat([part, part.new_zeros(len(x), stop - start - part.shape[1], *x.shape[2:])], dim=1)
 
@@ -1109,8 +1108,7 @@ def open_stored(path, target):
             f"hidden_states is {tuple(states.shape)}, expected ({len(ids)}, {C}) of this target")
     require(states.dim() == 3 or meta.get("stage") in ("post_norm", "pre_norm"),
             f"its metadata has stage {meta.get('stage')!r}, neither post_norm nor pre_norm")
-    theirs = meta.get("target_config_sha256", target.sha256)
-    require(theirs == target.sha256, f"of another target, whose config.json has sha256 {theirs[:12]}..")
+    require(meta.get("target_config_sha256", target.sha256) == target.sha256, "comes from another target")
     require(states.isfinite().all(), "hidden_states holds nan or inf")
     return ids, mask
 
@@ -1372,7 +1370,7 @@ class TrainConfig:
     hidden_states: list = option(None, "instead: directories of stored hidden states, see capture")
     eval_data: list = option(None, "held-out files, or directories; default: every 20th training sample")
     out: str = option("runs/demo", "draft directory to write, with checkpoints/ and metrics.jsonl")
-    init: str = option("auto", "warm: from the target's MTP layer", choices=["auto", "warm", "scratch"])
+    init: str = option("auto", "warm (from the target's MTP layer), scratch, auto, or a draft directory")
     n_routed_experts: int = option(None, "E, for a dense target (default 8)")
     num_experts_per_tok: int = option(None, "A, for a dense target (default 2)")
     moe_intermediate_size: int = option(None, "F, for a dense target; F * n_shared_experts = its MLP width")
@@ -1436,12 +1434,13 @@ def check_train_config(cfg):
     weights, K = cfg.step_weights and [float(x) for x in cfg.step_weights.split(",")], cfg.ttt_length
     require(not weights or len(weights) == K and min(weights) >= 0 < sum(weights),
             f"--step-weights {cfg.step_weights}: expected {K} numbers, none negative, not all 0")
+    known = cfg.init in ("auto", "warm", "scratch") or os.path.isdir(cfg.init)
+    require(known, f"--init {cfg.init} is neither auto, warm, scratch nor a draft directory")
     require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
-    restarted, held = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), saved_states(cfg.out)
-    resume = cfg.resume or ("auto" if restarted else "never")
+    resume = cfg.resume or ("auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else "never")
     require(resume in ("auto", "never") or (Path(resume) / ".metadata").exists(),
             f"--resume {resume} is no complete training state: give auto, never or OUT/checkpoints/step-N")
-    require(not held or resume != "never" or cfg.out == TrainConfig.out, f"--out {cfg.out} holds training "
+    require(not saved_states(cfg.out) or resume != "never" or cfg.out == TrainConfig.out, f"--out {cfg.out} holds training "
             "states: add --resume auto to continue that run, or give another --out")
     return replace(cfg, resume=resume, step_weights=weights)
 
@@ -1587,14 +1586,19 @@ def open_target(cfg, ranks):
 
 def make_draft(cfg, target, ranks):
     """(the draft on its device, with the target's embedding and head; whether it is from scratch)."""
-    prefix = mtp_prefix(target.config, target.checkpoint.files)
+    prefix, given = mtp_prefix(target.config, target.checkpoint.files), os.path.isdir(cfg.init)
     require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
     model = MTP(target.draft_config).to(target.lm_head.dtype)
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
-    if prefix and cfg.init != "scratch":
+    if given:
+        draft, meta = load_draft(cfg.init)
+        same = (meta["target_config_sha256"], draft.config) == (target.sha256, model.config)
+        require(same, f"--init {cfg.init} was trained for another target or has other sizes")
+        model.load_state_dict(draft.state_dict())
+    elif prefix and cfg.init != "scratch":
         warm_start(model, target.checkpoint, prefix)
     model.to(ranks.device).set_target(target.embed, target.lm_head)
-    return model, not prefix or cfg.init == "scratch"
+    return model, not given and (not prefix or cfg.init == "scratch")
 
 def read_rows(cfg, target):
     """(training rows, held-out rows): the demo's files or the user's; no held-out sample is trained on."""
@@ -1714,8 +1718,7 @@ def train_loop(run, optimizer, progress, rows, held):
         if due(cfg.log_every) or last:
             line = since.line(progress, load) | dict(grad_norm=norm, lr=lr)
             run.append(line)
-            shown = "loss", "accept_len", "tokens_per_second"
-            bar.set_postfix({name: f"{line[name]:.4g}" for name in shown}, refresh=False)
+            bar.set_postfix({x: line[x] for x in ("loss", "accept_len", "tokens_per_second")}, refresh=False)
             since = Interval(run)
         bar.update()
         if due(cfg.eval_every):
@@ -1731,7 +1734,6 @@ def train_loop(run, optimizer, progress, rows, held):
         if not unsaved:  # on any rank
             saving.close()
         if stop and not last:
-            bar.close()
             return (signals or ["a signal to another rank"])[0]
     bar.close()
 
@@ -1817,17 +1819,15 @@ def distribution(logits, temperature):  # (N, V): what tokens are drawn from; 0 
     return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
 
 def verify(p, q, drafted):
-    """How many drafted tokens stand, and the token after them, all as if drawn from p (K + 1, V). Token x, of
-    q (K, V), stands with chance min(1, p[x] / q[x]); the first that falls is replaced by one of the positive
-    part of p - q (Leviathan et al. 2023). One-hot p and q: greedy decoding."""
+    """How many drafted tokens stand, and the token after them, as if drawn from p (K + 1, V). Token x, of q,
+    stands with chance min(1, p[x] / q[x]); the first to fall is replaced by one of (p - q)+ (Leviathan)."""
     at = torch.tensor(drafted, dtype=torch.long, device=p.device)[:, None]
     stands = torch.rand(at.shape, device=p.device) * q.gather(1, at) < p[:-1].gather(1, at)
     n = int(stands.cumprod(0).sum())
     rest = (p[n] - q[n]).clamp(min=0) if n < len(drafted) else p[n]
     return n, (rest if rest.any() else p[n]).multinomial(1).item()
 
-# ids: prompt, verified tokens to the end of the last round; answer: cut at length limit or end token; rounds:
-# accepted in each, as vLLM counts; margins: (best logit, lead over the next) of each token; speed: tokens/s
+# answer: cut at limit or end token; rounds: accepted in each, as vLLM counts; margins: of each best logit
 Decoding = namedtuple("Decoding", "ids answer rounds margins speed")
 
 @torch.no_grad()
@@ -1876,8 +1876,8 @@ def evaluate_command(cfg):
     rows = pack(samples, cfg.seq_len)
     result = Run(model, target, cfg, ranks, backend).evaluate(rows[::-(-len(rows) // cfg.eval_rows)])
     say(acceptance_table({"draft": result}))
-    accepted = " ".join(f"{x:.3f}" for x in result["walk"])
-    say(f"walk: accepted per position {accepted}; {result['rows']:,} rows counted")
+    say(f"walk: accepted per position {' '.join(f'{x:.3f}' for x in result['walk'])}; "
+        f"{result['rows']:,} rows counted")
 
 def generate_command(cfg):
     """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy) and time."""
@@ -1888,15 +1888,15 @@ def generate_command(cfg):
         [{"role": "user", "content": cfg.prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
     room = target.draft_config.max_position_embeddings - length - K
     require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; --max-new-tokens leaves 1 to {room}")
-    ends = getattr(target.model.generation_config, "eos_token_id", None)
-    eos, drawn = ends if isinstance(ends, list) else [ends], cfg.draft_sampling == "probabilistic"
+    ends, drawn = target.model.generation_config.eos_token_id, cfg.draft_sampling == "probabilistic"
     drafter = Drafter(model, cfg.recycle, cfg.zero_first_embedding, cfg.temperature if drawn else 0.0)
+    eos = ends if isinstance(ends, list) else [ends]
     plain = decode(target, ids, length, eos=eos, temperature=cfg.temperature)
     fast = decode(target, ids, length, drafter, K, eos, cfg.temperature)
     rounds = max(1, len(fast.rounds))
-    per_position = " ".join(f"{sum(n > k for n in fast.rounds) / rounds:.3f}" for k in range(K))
+    stood = [sum(n > k for n in fast.rounds) / rounds for k in range(K)]
     print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
-          f"over {len(fast.rounds)} rounds; accepted per position {per_position}\n"
+          f"over {len(fast.rounds)} rounds; accepted per position {' '.join(f'{x:.3f}' for x in stood)}\n"
           f"tokens/s: {fast.speed:.1f} with drafting, {plain.speed:.1f} without")
     if cfg.temperature:
         return print(f"sampled at temperature {cfg.temperature} with {cfg.draft_sampling} drafts")
