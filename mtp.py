@@ -1440,8 +1440,8 @@ def check_train_config(cfg):
     resume = cfg.resume or ("auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else "never")
     require(resume in ("auto", "never") or (Path(resume) / ".metadata").exists(),
             f"--resume {resume} is no complete training state: give auto, never or OUT/checkpoints/step-N")
-    require(not saved_states(cfg.out) or resume != "never" or cfg.out == TrainConfig.out, f"--out {cfg.out} holds training "
-            "states: add --resume auto to continue that run, or give another --out")
+    require(resume != "never" or cfg.out == TrainConfig.out or not saved_states(cfg.out), f"--out {cfg.out} "
+            "holds training states: add --resume auto to continue that run, or give another --out")
     return replace(cfg, resume=resume, step_weights=weights)
 
 def choose_backend(name, device, dtype):
