@@ -19,11 +19,13 @@ import hashlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -39,6 +41,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -2126,6 +2129,455 @@ def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path
     target = load_target(tiny[0])
     assert torch.equal(bias["warm"], mtp.make_draft(mtp.TrainConfig(init="warm"), target, mtp.Ranks())[0]
                        .mlp.gate.e_score_correction_bias)
+
+
+# ---- Trainer: long sequences, many ranks, stored states ----------------------------------------------------
+
+class Processes:
+    """n ranks of one gloo group, with torchrun's variables (0: one process without them) and a thread each,
+    forked from a process that has imported everything, so that a run costs what it computes."""
+    context = multiprocessing.get_context("forkserver")
+
+    def __init__(self, n, function, *args):
+        self.context.set_forkserver_preload(["test_mtp", "torch.distributed.checkpoint",
+                                             "transformers.models.glm4_moe.modeling_glm4_moe"])
+        self.folder = tempfile.TemporaryDirectory()
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        common = n, port, self.folder.name, function, args
+        self.ranks = [self.context.Process(target=self.rank, args=(i, *common)) for i in range(max(1, n))]
+        for rank in self.ranks:
+            rank.start()
+
+    @staticmethod
+    def rank(i, n, port, folder, function, args):
+        names = dict(RANK=i, LOCAL_RANK=i, WORLD_SIZE=n, MASTER_ADDR="localhost", MASTER_PORT=port)
+        os.environ.update({name: str(x) for name, x in names.items() if n})
+        said = os.open(f"{folder}/{i}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(said, 1), os.dup2(said, 2)
+        torch.set_num_threads(1)
+        torch.save(function(*args), f"{folder}/{i}.pt")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def end(self, timeout=120):
+        """Wait for all: exit codes, and all that was said."""
+        deadline = time.time() + timeout
+        for rank in self.ranks:
+            rank.join(max(0, deadline - time.time()))
+        late = [rank.kill() for rank in self.ranks if rank.is_alive()]
+        said = "\n".join(path.read_text() for path in sorted(Path(self.folder.name).glob("*.txt")))
+        assert not late, f"still running after {timeout} s: {said}"
+        return [rank.exitcode for rank in self.ranks], said
+
+
+def ranks(n, function, *args, timeout=120):
+    """[function(*args) of each of n ranks], all of which must end well."""
+    processes = Processes(n, function, *args)
+    codes, said = processes.end(timeout)
+    assert not any(codes), said
+    return [torch.load(f"{processes.folder.name}/{i}.pt", weights_only=False) for i in range(max(1, n))]
+
+
+def metrics(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").open()]
+
+
+def weights(out):
+    return mtp.load_draft(out)[0].state_dict()
+
+
+def assert_close_weights(a, b, tolerance):
+    a, b = weights(a), weights(b)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance,
+                                   msg=lambda m: f"{name}: {m}")
+
+
+def write_chats(path, n=24, seed=0):
+    """A .jsonl of n random questions and answers: only the answers count, so masks are ragged."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(most):
+        length = int(torch.randint(1, most, (1,), generator=generator))
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator))
+
+    rows = [[dict(role="user", content=words(8)), dict(role="assistant", content=words(28))]
+            for _ in range(n)]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return str(path)
+
+
+def record(cfg):
+    """Train; {name: whole gradient of step 1, summed over ranks}, and what rank 0 said."""
+    first, real = {}, mtp.MasterAdamW.step
+
+    def step(self, *args):
+        if not first:
+            first.update({name: mtp.whole(p.grad).clone() for name, p in self.params.items()})
+        return real(self, *args)
+
+    with mock.patch.object(mtp.MasterAdamW, "step", step):
+        mtp.train(cfg)
+    return first
+
+
+def capture(tiny, out, **changes):
+    cfg = mtp.Options(**{**dict(target=str(tiny[0]), data=[tiny[1]], out=str(out), seq_len=48, device="cpu"),
+                         **changes})
+    mtp.capture(cfg)
+    return sorted(Path(out).iterdir())
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory):
+    """(target, chats) as `tiny`, in float64, and stored states of the chats: a target's own router is fp32,
+    so that states computed in another batch differ by 1e-9."""
+    folder = tmp_path_factory.mktemp("chats")
+    make_target(folder / "target", dtype=torch.float64)
+    config = json.loads((folder / "target/config.json").read_text())  # grouped matmuls do not take float64
+    (folder / "target/config.json").write_text(json.dumps({**config, "experts_implementation": "eager"}))
+    found = folder / "target", write_chats(folder / "chats.jsonl")
+    capture(found, folder / "states")
+    return *found, str(folder / "states")
+
+
+def exact_options(chats, out, **changes):
+    return options(chats, out, **{
+        **dict(data=None, hidden_states=[chats[2]], steps=5, batch_size=7, eval_rows=2), **changes})
+
+
+@pytest.fixture(scope="session")
+def split(chats, tmp_path_factory):
+    """split(n, backend, sp, fsdp, micro): (folder, first gradients) of 5 steps of 7 rows in float64."""
+    @functools.cache
+    def run(n, backend="sdpa", sp=None, fsdp="auto", micro=8):
+        out = tmp_path_factory.mktemp("split") / "run"
+        cfg = exact_options(chats, out, backend=backend, sp=sp, fsdp=fsdp, micro_batch_size=micro)
+        found = ranks(n, record, cfg)
+        for grads in found[1:]:
+            assert all(torch.equal(grads[name], found[0][name]) for name in grads)
+        return out, found[0]
+    return run
+
+
+# ranks, backend, sp, FSDP, rows per micro-batch: dp x sp is 4 x 1, 2 x 2, 1 x 4, 1 x 1; 7 rows divide by none
+SPLITS = [
+    (4, "fa", None, "on", 1), (4, "fa", None, "off", 3), (4, "usp", 2, "on", 3), (4, "usp", 2, "off", 1),
+    (4, "usp", 4, "on", 1), (4, "usp", 4, "off", 3), (0, "sdpa", None, "off", 1), (0, "fa", None, "off", 3)]
+
+
+@pytest.mark.parametrize("how", SPLITS, ids=lambda how: "-".join(map(str, how)))
+def test_no_split_of_a_batch_changes_gradients_or_weights(split, how):
+    """float64: what is left is the order of sums, 1e-16 of a gradient, and what AdamW makes of it."""
+    (one, expected), (many, found) = split(0), split(*how)
+    assert expected.keys() == found.keys() and len(found) > 15
+    for name in expected:
+        assert_near(found[name], expected[name], 1e-10, name)
+    assert_close_weights(many, one, 1e-8)
+    for a, b in zip(metrics(one), metrics(many)):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["acc"] == pytest.approx(b["acc"])
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10) and a["tokens"] == b["tokens"]
+        assert a["top_expert_share"] == b["top_expert_share"]
+
+
+def test_fp32_gradients_of_every_split_differ_by_rounding(tiny, tmp_path):
+    """Of all gradients as one vector. Sums of some thousand fp32 products, differently grouped: 1e-6."""
+    found = []
+    for i, (n, backend, sp) in enumerate([(0, "sdpa", None), (4, "fa", None), (4, "usp", 2), (4, "usp", 4)]):
+        cfg = options(tiny, tmp_path / str(i), steps=1, batch_size=7, eval_rows=1, backend=backend, sp=sp)
+        found.append(torch.cat([x.flatten() for x in ranks(n, record, cfg)[0].values()]))
+    for grads in found[1:]:
+        assert (grads - found[0]).norm() <= 1e-5 * found[0].norm()
+
+
+def test_packed_rows_train_alike_with_every_backend(chats, tmp_path):
+    """An epoch in one step: the tokens of all samples over the tokens that its rows could hold."""
+    found = []
+    for n, backend in [(0, "sdpa"), (0, "fa"), (2, "usp")]:
+        cfg = exact_options(chats, tmp_path / backend, backend=backend, eval_data=[chats[2]], seq_len=64)
+        rows = mtp.read_rows(cfg, load_target(chats[0]))[0]
+        ranks(n, mtp.train, mtp.replace(cfg, batch_size=len(rows)))
+        found.append(metrics(tmp_path / backend))
+    texts = [json.loads(line)["messages"] for line in open(chats[1])]
+    tokens = sum(len(message["content"].split()) + 2 for text in texts for message in text)  # and two markers
+    assert len(rows) < len(texts) / 2  # two samples or more in most rows
+    for lines in found:
+        for line, expected in zip(lines, found[0]):
+            assert line["loss"] == pytest.approx(expected["loss"], rel=1e-10)
+            assert line["fill_ratio"] == pytest.approx(tokens / (len(rows) * 64), rel=1e-12)
+
+
+# ---- checkpoints of many ranks
+
+def continue_from(run, out, step):
+    """A copy of a run as it was when it had written step N's state, and no more."""
+    (out / "checkpoints").mkdir(parents=True)
+    shutil.copytree(run / f"checkpoints/step-{step}", out / f"checkpoints/step-{step}")
+    shutil.copy(run / "config.json", out)
+
+
+@pytest.mark.parametrize("n, backend, fsdp", [(2, "usp", "on"), (2, "fa", "off"), (0, "sdpa", "off")])
+def test_a_state_of_four_ranks_resumes_on_fewer(chats, split, tmp_path, n, backend, fsdp):
+    """4 ranks with FSDP stop after step 2; another number of ranks goes on to where 4 would have ended."""
+    whole = split(*SPLITS[2])[0]
+    continue_from(whole, tmp_path / "run", 2)
+    cfg = exact_options(chats, tmp_path / "run", backend=backend, fsdp=fsdp, resume="auto")
+    ranks(n, mtp.train, cfg)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 4, 5]
+    assert_close_weights(tmp_path / "run", whole, 1e-8)
+    ours, theirs = (state_of(run / "checkpoints/step-5") for run in (tmp_path / "run", whole))
+    for name in theirs.keys() - {"rng"}:
+        assert_near(ours[name].double(), theirs[name].double(), 1e-8, name)
+
+
+def test_the_draft_of_a_sharded_run_is_whole(chats, split, tmp_path):
+    """What 4 ranks with FSDP wrote is the draft of their state, and convert.py puts all of it in its place."""
+    run = split(*SPLITS[2])[0]
+    state, draft = state_of(run / "checkpoints/step-5"), weights(run)
+    for name, tensor in draft.items():
+        assert torch.equal(tensor, state.get(f"master.{name}", state.get(name))), name
+    convert_cli(run, "--out", tmp_path / "out")
+    source, out = tensors(chats[0]), tensors(tmp_path / "out")
+    views = dict(mtp.native_views(draft, "glm4_moe", "model.layers.2."))
+    assert views.keys() <= out.keys()
+    for name in out:
+        expected = views.get(name, source.get(name)).to(out[name].dtype)  # fp32 where the source has it
+        assert torch.equal(out[name], expected), name
+
+
+def run_of_two(tiny, out, **changes):
+    return options(tiny, out, **{**dict(steps=6, backend="usp", fsdp="on", eval_rows=1), **changes})
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tiny, tmp_path_factory):
+    """6 steps of 2 ranks, a state after each second one."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    ranks(2, mtp.train, run_of_two(tiny, out))
+    return out
+
+
+def die(victims):
+    if int(os.environ["RANK"]) in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def doomed(cfg, victims, where):
+    """Train; the victims die by SIGKILL, in a step after the first state or when they have written their
+    part of step 4's state."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    step, write_data = mtp.MasterAdamW.step, FileSystemWriter.write_data
+
+    def dying_step(self, *args):
+        step(self, *args)
+        if where == "between" and mtp.saved_states(cfg.out):
+            die(victims)
+
+    def dying_write(self, *args):
+        written = write_data(self, *args)
+        written.wait()
+        if where == "in a save" and "step-4" in str(self.path):
+            die(victims)
+        return written
+
+    with mock.patch.object(mtp.MasterAdamW, "step", dying_step), \
+            mock.patch.object(FileSystemWriter, "write_data", dying_write):
+        mtp.train(cfg)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("where", ["between", "in a save"])
+@pytest.mark.parametrize("victims", [[1], [0, 1]], ids=["one", "all"])
+def test_kill_9_of_ranks_loses_nothing(tiny, uninterrupted, tmp_path, victims, where, background):
+    """One rank or all die; the state before counts, and from it the same ranks end on the same bits. A state
+    written in the background, while training goes on, holds what one written in the foreground does."""
+    cfg = run_of_two(tiny, tmp_path / "run", background_save=background)
+    codes, said = Processes(2, doomed, cfg, victims, where).end(60)
+    assert all(codes[i] == -signal.SIGKILL for i in victims) and all(codes), said
+    late = background and where == "between"  # a state written meanwhile may have been finished, too
+    assert [path.name for path in mtp.saved_states(cfg.out)] in [["step-2"], ["step-2", "step-4"][:1 + late]]
+    ranks(2, mtp.train, mtp.replace(cfg, resume="auto"))
+    for step in (2, 4, 6):
+        assert_same_state(*(out / f"checkpoints/step-{step}" for out in (tmp_path / "run", uninterrupted)))
+    assert not list((tmp_path / "run/checkpoints").glob(".*"))
+
+
+def test_states_of_many_ranks_rotate(tiny, uninterrupted, tmp_path):
+    cfg = run_of_two(tiny, tmp_path / "run", background_save=True, save_every=1, keep=2)
+    ranks(2, mtp.train, cfg)
+    assert [path.name for path in mtp.saved_states(cfg.out)] == ["step-5", "step-6"]
+    assert_same_state(tmp_path / "run/checkpoints/step-6", uninterrupted / "checkpoints/step-6")
+
+
+# ---- stored hidden states
+
+def test_capture_writes_what_is_missing_and_no_more(tiny, tmp_path):
+    """A file per sample, of what a sample's own forward pass gives. Anew: nothing, or what was lost."""
+    files = capture(tiny, tmp_path / "states")
+    target, lost = load_target(tiny[0]), load_file(files[5])
+    samples = mtp.read_samples([tiny[1]], target, 48, 3)
+    assert len(files) == len(samples) == 40
+    for file, sample in zip(files, samples):
+        with safe_open(file, "pt") as stored:
+            meta, found = stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}
+        assert found.keys() == {"input_ids", "hidden_states", "loss_mask"} and meta["sample"] == sample.name
+        assert torch.equal(found["input_ids"], sample.input_ids) and found["loss_mask"].all()
+        alone = target.model.base_model(sample.input_ids[None]).last_hidden_state[0]
+        torch.testing.assert_close(found["hidden_states"], alone, rtol=1e-5, atol=1e-5)
+    assert meta["stage"] == "post_norm" and meta["dtype"] == "torch.float32"
+    assert meta["target_config_sha256"] == hashlib.sha256((tiny[0] / "config.json").read_bytes()).hexdigest()
+    files[5].unlink()
+    (files[5].parent / f".{files[5].name}.partial").write_bytes(b"half")
+    times = {file: file.stat().st_mtime_ns for file in files if file.exists()}
+    assert capture(tiny, tmp_path / "states") == files
+    assert len(times) == 39 and all(file.stat().st_mtime_ns == at for file, at in times.items())
+    same_tensors(load_file(files[5]), lost)
+
+
+def test_ranks_share_a_capture(tiny, tmp_path):
+    files, shared = capture(tiny, tmp_path / "one"), tmp_path / "two"
+    ranks(2, capture, tiny, shared)
+    assert [file.name for file in files] == sorted(path.name for path in shared.iterdir())
+    for file in files:
+        a, b = load_file(file), load_file(shared / file.name)
+        torch.testing.assert_close(a["hidden_states"], b["hidden_states"], rtol=1e-5, atol=1e-5)
+
+
+def without_layers(target, out):
+    """A copy of a target whose decoder layers are gone: their tensors hold nan, of no particular shape."""
+    shutil.copytree(target, out)
+    state = load_file(out / "model.safetensors")
+    for name in state:
+        if re.match(r"model\.layers\.[01]\.", name):
+            state[name] = torch.full((1,), math.nan)
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("init", ["scratch", "warm"])
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+def test_training_from_stored_states_is_training_from_text(family, tie, init, tmp_path):
+    """The target's layers are neither read nor held: a copy without any will do. States computed in another
+    batch differ by fp32 rounding, 1e-7, and so does the loss."""
+    make_target(tmp_path / "target", family, tie=tie)
+    tiny = tmp_path / "target", write_texts(tmp_path / "data.jsonl")
+    capture(tiny, tmp_path / "states")
+    hollow = without_layers(tmp_path / "target", tmp_path / "hollow")
+    mtp.train(options(tiny, tmp_path / "text", init=init))
+    with mock.patch.object(mtp, "Target", side_effect=mtp.Target) as opened:
+        mtp.train(options((hollow, None), tmp_path / "stored", init=init, data=None,
+                          hidden_states=[str(tmp_path / "states")]))
+    assert opened.call_args.kwargs == dict(stored=True)
+    for a, b in zip(metrics(tmp_path / "text"), metrics(tmp_path / "stored"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["tokens"] == b["tokens"]
+    assert_close_weights(tmp_path / "text", tmp_path / "stored", 1e-4)  # lr 1e-2, 4 steps of AdamW
+    target = mtp.Target(mtp.ModelOptions(), hollow, torch.device("cpu"), stored=True)
+    assert len(target.model.base_model.layers) == 0
+    assert sum(p.numel() for p in target.model.parameters()) == (2 - tie) * 62 * 32 + 32
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_that_vllm_wrote_are_normed(family, dtype, tmp_path):
+    """Files as of vLLM's ExampleHiddenStatesConnector: token_ids, and of several layers the states BEFORE the
+    final norm, the last layer's last. Both are taken from transformers' own forward pass."""
+    make_target(tmp_path / "target", family, dtype=dtype)
+    target, seen = load_target(tmp_path / "target"), []
+    base, ids = target.model.base_model, torch.arange(3, 40)
+    base.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        out = base(ids[None], output_hidden_states=True)
+    layers = torch.stack([out.hidden_states[1][0], seen[0][0]], dim=1)  # (T, layers, C)
+    save_file(dict(token_ids=ids, hidden_states=layers), tmp_path / "vllm.safetensors")
+    stored = mtp.Target(mtp.ModelOptions(), tmp_path / "target", torch.device("cpu"), stored=True)
+    found, mask = mtp.open_stored(tmp_path / "vllm.safetensors", stored)
+    assert torch.equal(found, ids) and mask.all()
+    sample = mtp.Sample("s", ids[5:], mask[5:].bool(), tmp_path / "vllm.safetensors", 5)
+    states, = stored.states([sample], [(2, 30)])
+    assert states.dtype == dtype and torch.equal(states, out.last_hidden_state[0, 7:35])
+    assert not torch.allclose(states, layers[7:35, -1], rtol=0.1)
+
+
+BROKEN = {  # edit of (tensors, metadata), or of the bytes; the reason that is given
+    "truncated": (lambda data: data[:-100], "file not fully covered"),
+    "not-safetensors": (lambda data: b"nothing of the kind", "deserializing header"),
+    "other-target": (lambda t, m: m.update(target_config_sha256="f" * 64), "of another target.*ffffffffffff"),
+    "other-width": (lambda t, m: t.update(hidden_states=torch.zeros(t["input_ids"].numel(), 48)), "48.*, 32"),
+    "too-short": (lambda t, m: t.update(hidden_states=t["hidden_states"][1:]), r"expected \(\d+, 32\)"),
+    "nan": (lambda t, m: t["hidden_states"][3].fill_(math.nan), "holds nan or inf"),
+    "no-stage": (lambda t, m: m.pop("stage"), "stage None, neither post_norm nor pre_norm"),
+    "no-states": (lambda t, m: t.pop("hidden_states"), "not input_ids and hidden_states"),
+    "no-tokens": (lambda t, m: t.pop("input_ids"), "not input_ids and hidden_states"),
+    "token-62": (lambda t, m: t["input_ids"][3:4].fill_(62), "outside the target's vocabulary of 62"),
+}
+
+
+def break_file(source, out, edit):
+    if edit.__code__.co_argcount == 1:
+        return out.write_bytes(edit(source.read_bytes()))
+    with safe_open(source, "pt") as stored:
+        found, meta = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()
+    edit(found, meta)
+    save_file(found, out, metadata=meta)
+
+
+def test_broken_files_are_skipped_named_and_counted(tiny, tmp_path, capsys):
+    """Each kind beside good files, which are used; nothing but bad ones is an error before training."""
+    good = capture(tiny, tmp_path / "good")
+    target = mtp.Target(mtp.ModelOptions(), tiny[0], torch.device("cpu"), stored=True)
+    for name, (edit, reason) in BROKEN.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(good[0], folder / "a.safetensors")
+        break_file(good[1], folder / "b.safetensors", edit)
+        capsys.readouterr()
+        sample, = mtp.read_samples([folder], target, 48, 5)
+        assert sample.name == str(folder / "a.safetensors")
+        said = capsys.readouterr().out
+        assert re.search(rf"1 documents skipped: {folder}/b.safetensors \(.*({reason})", said), said
+    for file in (tmp_path / "nan/b.safetensors", tmp_path / "token-62/b.safetensors"):
+        shutil.copy(file, tmp_path / "good" / f"{file.parent.name}.safetensors")
+    stored = ["--target", str(tiny[0]), "--hidden-states", str(tmp_path / "good"), "--device", "cpu",
+              "--steps", "1", "--eval-rows", "1", "--seq-len", "48", "--out"]
+    assert mtp.main([*stored, str(tmp_path / "run")]) == 0
+    assert "2 documents skipped" in capsys.readouterr().out
+    for file in good:
+        file.unlink()
+    assert mtp.main([*stored, str(tmp_path / "none")]) == 2
+    assert "mtp.py: error: no usable document in" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def rows_read(cfg):
+    """Train; (how many rows of stored states each forward pass of a batch read, length of its rows)."""
+    found, read, gather = [], mtp.Target.read_states, mtp.gather_states
+
+    def gathering(rows, lo, hi, target):
+        found.append([0, [sum(len(sample.input_ids) for sample in row) for row in rows]])
+        return gather(rows, lo, hi, target)
+
+    def reading(self, sample, start, stop):
+        rows = read(self, sample, start, stop)
+        found[-1][0] += len(rows)
+        return rows
+
+    with mock.patch.object(mtp, "gather_states", gathering), \
+            mock.patch.object(mtp.Target, "read_states", reading):
+        mtp.train(cfg)
+    return found
+
+
+@pytest.mark.parametrize("P", [2, 4])
+def test_usp_ranks_read_their_rows_and_a_halo(chats, tmp_path, P):
+    """Rank r reads those of rows r S .. (r + 1) S + K that there are, S = ceil(longest row / P), K = 3."""
+    cfg = exact_options(chats, tmp_path / "run", backend="usp", batch_size=3, micro_batch_size=2, steps=3)
+    for rank, found in enumerate(ranks(P, rows_read, cfg)):
+        assert len(found) >= 6
+        for read, lengths in found:
+            share = -(-max(lengths) // P)
+            assert read == sum(max(0, min((rank + 1) * share + 3, n) - rank * share) for n in lengths)
 
 
 # ---- Trainer: command line ---------------------------------------------------------------------------------
