@@ -22,6 +22,7 @@ import math
 import multiprocessing
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -2578,6 +2579,317 @@ def test_usp_ranks_read_their_rows_and_a_halo(chats, tmp_path, P):
         for read, lengths in found:
             share = -(-max(lengths) // P)
             assert read == sum(max(0, min((rank + 1) * share + 3, n) - rank * share) for n in lengths)
+
+
+# ---- memory and bytes
+
+def live_bytes(f):
+    """(Bytes that f() allocates and leaves allocated, by torch's own count of its allocator; f()'s result)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        result = f()
+    events = seen.profiler.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]"), result
+
+
+def wide_draft(**changes):
+    """C = 128, H D = 128, G D = 64: large beside the handful of integers that every row has."""
+    return toy_draft(torch.float32, **{**dict(
+        vocab_size=64, hidden_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+        moe_intermediate_size=64), **changes})
+
+
+def test_recompute_keeps_g_k_and_v_of_a_step():
+    """After the forward pass a step has left: g (C), its slope of the loss (C), k and v (2 G D), and of
+    integers the positions (8 bytes) and marks of what counts and hits (fewer than 8)."""
+    T, C, kept = 256, 128, {}
+    model = wide_draft()
+    batch = torch.randint(64, (1, T)), torch.randn(1, T, C)
+    for K, recompute in [(1, False), (1, True), (4, True), (7, True)]:
+        kept[K, recompute], out = live_bytes(lambda: mtp.ttt_loss(
+            model, *batch, ttt_length=K, backend="fa", recompute=recompute))
+        assert out.loss.requires_grad
+    assert kept[7, True] <= 1.5 * kept[1, False]
+    for K in (1, 4):
+        per_row_and_step = (kept[K + 3, True] - kept[K, True]) / 3 / T
+        assert 4 * (C + 2 * 64) < per_row_and_step <= 4 * (2 * C + 2 * 64) + 16
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_built)])
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("case", [dict(), dict(rollout="draft", recycle="both", loss=EVERY, topk=4)],
+                         ids=["data", "draft"])
+def test_recompute_changes_no_bit(backend, kernels, case, monkeypatch):
+    """Figures (the experts' load is counted once) and gradients, in fp32."""
+    monkeypatch.setattr(mtp, "KERNELS", kernels)
+    model, results = toy_draft(torch.float32, hidden_size=32, moe_intermediate_size=16), []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        results.append(run(model, *toy_batch(model, T=19), backend=backend, ttt_length=4, recompute=recompute,
+                           **case))
+    assert_same(*results, rtol=0, atol=0)
+
+
+HEADS = [(4, 1), (4, 2), (4, 4), (8, 2), (12, 3)]  # H, G; of 4 ranks each G but 4 is copied
+
+
+def on_usp_ranks():
+    """What one rank keeps, sends and computes; all with its share of the states alone."""
+    ranks, found, sent = mtp.start_ranks("cpu", "usp"), {}, lambda: mtp.AllToAll.bytes_sent
+    P, rank, options = ranks.sp, ranks.rank, dict(backend="usp", group=ranks.group, sharded=True)
+
+    def share(model, ids, hidden, K):
+        length = -(-ids.shape[1] // P)
+        return ids, mtp.window(hidden, rank * length, (rank + 1) * length + K)
+
+    model = wide_draft()
+    batch = share(model, torch.randint(64, (1, 512)), torch.randn(1, 512, 128), 4)
+    for recompute in (False, True):
+        found["kept", recompute], out = live_bytes(lambda: mtp.ttt_loss(
+            model, *batch, ttt_length=4, recompute=recompute, **options))
+        del out
+    for H, G in HEADS:
+        for recompute in (False, True):
+            model, before = toy_draft(num_attention_heads=H, num_key_value_heads=G), sent()
+            ids, hidden, mask, _ = toy_batch(model, T=21, packed=False)
+            out = mtp.ttt_loss(model, *share(model, ids, hidden, 3), mask, recompute=recompute, **options)
+            forward = sent() - before
+            out.loss.backward()
+            found[H, G, recompute] = forward, sent() - before - forward
+    for kernels in {False, mtp.KERNELS}:
+        mtp.KERNELS, model = kernels, toy_draft(torch.float32, hidden_size=32, moe_intermediate_size=16)
+        ids, hidden, mask, docs = toy_batch(model, T=19)
+        whole = run(model, ids, hidden, mask, docs, ttt_length=4, **{**options, "sharded": False})
+        for recompute in (False, True):
+            again = run(model, *share(model, ids, hidden, 4), mask, docs, ttt_length=4, recompute=recompute,
+                        **options)
+            assert_same(again, whole, rtol=0, atol=0)
+    return found
+
+
+def test_what_usp_ranks_keep_and_send():
+    """Kept: a P-th, but for what is of whole rows, some integers. Sent: SPEC's formula in the forward pass, the
+    same in the backward pass, and with recompute the forward pass's once more. Recompute changes no bit."""
+    of = {P: ranks(P, on_usp_ranks) for P in (1, 2, 4)}
+    for P, found in of.items():
+        for one in found:
+            for recompute in (False, True):
+                kept, whole = one["kept", recompute], of[1][0]["kept", recompute]
+                assert kept <= 1.1 / P * whole, f"{kept} bytes of {whole} with {P} ranks"
+            for H, G in HEADS:  # 3 steps of 2 rows in float64, D = 8
+                heads = 2 * H + 2 * G * (P // math.gcd(G, P))
+                expected = 3 * 8 * 2 * -(-21 // P) * heads * 8 * (P - 1) // P
+                assert one[H, G, False] == (expected, expected)
+                assert one[H, G, True] == (expected, 2 * expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("P", [2, 4])
+def test_a_step_of_131072_tokens(P, tmp_path):
+    """One row of 128k tokens from stored states, over P ranks; prints what each rank held and sent."""
+    T = 131072
+    make_target(tmp_path / "target")
+    config = json.loads((tmp_path / "target/config.json").read_text()) | dict(max_position_embeddings=T)
+    (tmp_path / "target/config.json").write_text(json.dumps(config))
+    for name, length in (("long", T), ("held", 64)):
+        (tmp_path / name).mkdir()
+        tensors = dict(input_ids=torch.randint(62, (length,)), hidden_states=torch.randn(length, 32))
+        save_file(tensors, tmp_path / name / "a.safetensors", metadata=dict(stage="post_norm"))
+    cfg = options((tmp_path / "target", None), tmp_path / "run", data=None, seq_len=T, steps=1, batch_size=1,
+                  hidden_states=[str(tmp_path / "long")], eval_data=[str(tmp_path / "held")], backend="usp",
+                  recompute=True)
+    processes = Processes(P, mtp.train, cfg)
+    codes, said = processes.end(600)
+    assert not any(codes), said
+    line, = metrics(cfg.out)
+    found = re.findall(r"rank \d: peak memory ([\d,]+) MiB, ([\d,.]+) MiB sent", said)
+    assert line["tokens"] == T and math.isfinite(line["loss"]) and len(found) == P
+    heads = 2 * 4 + 2 * 2 * (P // math.gcd(2, P))
+    step = 3 * 3 * 4 * T // P * heads * 8 * (P - 1) // P  # K, there, back and recomputed, fp32, D
+    small = 3 * 3 * 4 * 64 // P * heads * 8 * (P - 1) // P  # an evaluation of 64 tokens, forward alone
+    assert step <= line["bytes_sent"] <= step + small
+    print(f"\n{P} ranks, {T:,} tokens, loss {line['loss']:.2f}, {line['compute_seconds']:.0f} s: "
+          + "; ".join(f"{a} MiB at most, {b} MiB sent" for a, b in found))
+
+
+# ---- failures
+
+def torchrun(script, *arguments, n=2, more=()):
+    """torchrun of a script that changes mtp before it runs it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", n, *more, script, *arguments]
+    return subprocess.Popen(list(map(str, command)), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)})
+
+
+def test_torchrun_restarts_what_died(tiny, uninterrupted, tmp_path):
+    """Rank 1 kills itself; --max-restarts 1 starts both again, which end on the uninterrupted run's bits."""
+    (tmp_path / "script.py").write_text(
+        "import mtp, os, sys, test_mtp\n"
+        "victims = [1] if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else []\n"
+        "test_mtp.doomed(mtp.parse('train', sys.argv[1:]), victims, 'between')\n")
+    arguments = flags(tiny, tmp_path / "run", steps=6, backend="usp", fsdp="on", eval_rows=1)
+    run = torchrun(tmp_path / "script.py", *arguments, more=["--max-restarts", 1])
+    said = run.communicate(timeout=120)[0]
+    assert run.returncode == 0 and "resuming from" in said, said
+    assert_same_state(tmp_path / "run/checkpoints/step-6", uninterrupted / "checkpoints/step-6")
+
+
+def test_a_rank_that_fails_ends_all_with_its_message(tiny, tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import mtp, os, sys\n"
+        "def step(*args):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise RuntimeError('rank 1 has had enough')\n"
+        "mtp.MasterAdamW.step = step\n"
+        "sys.exit(mtp.main(sys.argv[1:]))\n")
+    began = time.time()
+    run = torchrun(tmp_path / "script.py", *flags(tiny, tmp_path / "run", backend="usp", fsdp="on"))
+    said = run.communicate(timeout=60)[0]
+    assert run.returncode and "RuntimeError: rank 1 has had enough" in said and time.time() - began < 60, said
+
+
+def on_a_full_disk(arguments, room):
+    """No file may grow past `room` bytes: writing fails as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+    sys.exit(mtp.main(arguments))
+
+
+@pytest.mark.parametrize("what, background", [("draft", False), ("state", False), ("state", True)])
+def test_a_full_disk_leaves_the_last_state(tiny, uninterrupted, tmp_path, what, background):
+    """Neither draft nor state of step 4 fits: an error that says so; the run goes on once there is room."""
+    continue_from(uninterrupted, tmp_path / "run", 2)
+    shutil.copy(uninterrupted / "model.safetensors", tmp_path / "run")
+    draft = (tmp_path / "run/model.safetensors").stat().st_size
+    state = max(path.stat().st_size for path in (uninterrupted / "checkpoints/step-2").iterdir())
+    assert draft < state - 1000
+    arguments = flags(tiny, tmp_path / "run", steps=6, backend="usp", fsdp="on", eval_rows=1, resume="auto")
+    arguments += ["--background-save"] * background
+    codes, said = Processes(2, on_a_full_disk, arguments, (draft if what == "draft" else state) - 1000).end(60)
+    assert all(codes) and codes[0] == 2, said
+    errors = [line for line in said.splitlines() if line.startswith("mtp.py: error: ")]
+    assert errors and all("File too large" in line for line in errors), said
+    assert [path.name for path in mtp.saved_states(tmp_path / "run")] == ["step-2"]
+    assert_same_state(tmp_path / "run/checkpoints/step-2", uninterrupted / "checkpoints/step-2")
+    mtp.load_draft(tmp_path / "run")  # the old one or the new one, whole
+    ranks(2, mtp.main, arguments)
+    assert_same_state(tmp_path / "run/checkpoints/step-6", uninterrupted / "checkpoints/step-6")
+
+
+def test_a_file_that_cannot_be_read_is_named(tiny, tmp_path, capsys, monkeypatch):
+    def refusing(path, *args, real=open, **options):
+        if str(path) == tiny[1]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", refusing)
+    assert mtp.main(flags(tiny, tmp_path / "run")) == 2
+    assert f"mtp.py: error: [Errno 13] Permission denied: '{tiny[1]}'" in capsys.readouterr().err
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(tiny, tmp_path):
+    codes, said = Processes(3, on_a_full_disk, flags(tiny, tmp_path / "run", backend="usp"), 1 << 30).end(60)
+    assert codes == [2, 2, 2] and "mtp.py: error: --sp 3 does not divide 4 heads; give 1" in said
+    assert "Traceback" not in said and not (tmp_path / "run").exists()
+
+
+def test_a_run_of_another_target_is_not_resumed(tiny, uninterrupted, tmp_path, capsys):
+    """Same sizes, other config.json; and same config.json name of another width."""
+    continue_from(uninterrupted, tmp_path / "run", 2)
+    shutil.copytree(tiny[0], tmp_path / "other")
+    config = json.loads((tiny[0] / "config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps({**config, "bos_token_id": 1}))
+    arguments = flags((tmp_path / "other", tiny[1]), tmp_path / "run", resume="auto")
+    assert mtp.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "step-2 is of another target or of a draft of other sizes; give another --out" in said
+    assert [path.name for path in mtp.saved_states(tmp_path / "run")] == ["step-2"]
+
+
+# ---- what a run says
+
+def test_every_metric_is_documented(tiny, tmp_path, monkeypatch):
+    """The README's table and the keys of metrics.jsonl are the same names: of training, of an evaluation, of a
+    skipped step."""
+    real = mtp.Target.states
+    monkeypatch.setattr(mtp.Target, "states", lambda self, samples, *spans: [
+        h * math.nan if s.name == f"{tiny[1]}:6" else h for s, h in zip(samples, real(self, samples, *spans))])
+    mtp.train(options(tiny, tmp_path / "run", steps=12, eval_every=12))
+    lines = metrics(tmp_path / "run")
+    found = {name for line in lines for name in [*line, *line.get("eval", ())]}
+    assert {"eval", "skipped_samples", "loss"} <= found
+    table = (HERE / "README.md").read_text().partition("| field of metrics.jsonl |")[2].partition("\n\n")[0]
+    documented = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+                  } if table else set()
+    assert found == documented, (f"missing in the README: {sorted(found - documented)}; "
+                                 f"not in metrics.jsonl: {sorted(documented - found)}")
+
+
+def test_metrics_of_two_ranks_are_those_of_the_whole_run(tiny, uninterrupted, tmp_path):
+    """Rows of one document each, so that their lengths, and with them bytes and ratios, can be read off."""
+    cfg = run_of_two(tiny, tmp_path / "run", batch_size=1, seq_len=40)
+    processes = Processes(2, mtp.train, cfg)
+    codes, said = processes.end()
+    assert not any(codes), said
+    lines = metrics(cfg.out)
+    for a, b in zip(lines, lines[1:]):
+        length = b["tokens"] - a["tokens"]
+        assert b["fill_ratio"] == pytest.approx(length / 40)
+        # K = 3 steps, there and back, fp32, half of each rank's rows, 2 H + 2 G heads of D = 8, half of it leaves
+        assert b["bytes_sent"] - a["bytes_sent"] == 3 * 2 * 4 * -(-length // 2) * (2 * 4 + 2 * 2) * 8 // 2
+        assert b["tokens_per_second"] * (b["data_seconds"] + b["compute_seconds"]) == pytest.approx(length)
+        assert 0 < b["data_seconds"] and 0 < b["compute_seconds"]
+        assert 0 <= b["low_expert_share"] <= 0.25 <= b["top_expert_share"] <= 1
+        assert 2 ** 20 * 100 < a["peak_memory"] <= b["peak_memory"]
+    found = re.findall(r"rank (\d): peak memory ([\d,]+) MiB, ([\d,.]+) MiB sent to others", said)
+    assert [rank for rank, *_ in found] == ["0", "1"]
+    for _, peak, sent in found:
+        assert float(peak.replace(",", "")) > 100 and float(sent) >= lines[-1]["bytes_sent"] / 2 ** 20 - 0.05
+
+
+def test_tensorboard_gets_what_metrics_get(tiny, tmp_path, capsys, monkeypatch):
+    found = flags(tiny, tmp_path / "run", eval_every=2) + ["--tensorboard"]
+    with monkeypatch.context() as patch:
+        patch.setattr(mtp, "find_spec", lambda name: None)
+        assert mtp.main(found) == 2
+        assert "mtp.py: error: --tensorboard: pip install tensorboard" in capsys.readouterr().err
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert mtp.main(found) == 0
+    events = reader.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    lines = metrics(tmp_path / "run")
+    for tag, values in {"train/loss": [(x["step"], x["loss"]) for x in lines if "loss" in x],
+                        "train/acc_2": [(x["step"], x["acc"][2]) for x in lines if "loss" in x],
+                        "eval/accept_len": [(x["step"], x["eval"]["accept_len"]) for x in lines if "eval" in x],
+                        }.items():
+        assert [(x.step, x.value) for x in events.Scalars(tag)] == pytest.approx(values, rel=1e-6)
+
+
+def test_plot_draws_a_run(trained, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        for name in ("matplotlib", "matplotlib.figure"):
+            patch.setitem(sys.modules, name, None)
+        assert mtp.main(["plot", str(trained)]) == 2
+        assert "mtp.py: error: plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    shutil.copy(trained / "metrics.jsonl", tmp_path)
+    assert mtp.main(["plot", str(tmp_path)]) == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG") and "plot.png" in capsys.readouterr().out
+    assert mtp.main(["plot", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere/metrics.jsonl" in capsys.readouterr().err
+
+
+def test_two_nodes_train_what_one_process_trains(tiny, tmp_path):
+    """Two torchrun agents that meet over loopback, a rank each, share every row."""
+    mtp.train(options(tiny, tmp_path / "one"))
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    meet = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    nodes = [torchrun(HERE / "mtp.py", *flags(tiny, tmp_path / "two", backend="usp"), n=1, more=meet)
+             for _ in range(2)]
+    said = "\n".join(node.communicate(timeout=120)[0] for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0] and "on 1 x 2 cpu ranks" in said, said
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert_close_weights(tmp_path / "one", tmp_path / "two", 1e-3)
 
 
 # ---- Trainer: command line ---------------------------------------------------------------------------------
