@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import hashlib
 import http
 import inspect
@@ -33,12 +34,15 @@ import itertools
 import json
 import keyword
 import math
+import multiprocessing
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -55,6 +59,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -2166,6 +2171,780 @@ def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path
     target = load_target(tiny[0])
     assert torch.equal(bias["warm"], mtp.make_draft(mtp.TrainConfig(init="warm"), target, mtp.Ranks())[0]
                        .mlp.gate.e_score_correction_bias)
+
+
+# ---- Trainer: long sequences, many ranks, stored states ----------------------------------------------------
+
+class Processes:
+    """n ranks of one gloo group, with torchrun's variables (0: one process without them) and a thread each,
+    forked from a process that has imported everything, so that a run costs what it computes."""
+    context = multiprocessing.get_context("forkserver")
+
+    def __init__(self, n, function, *args):
+        self.context.set_forkserver_preload(["test_mtp", "torch.distributed.checkpoint",
+                                             "transformers.models.glm4_moe.modeling_glm4_moe"])
+        self.folder = tempfile.TemporaryDirectory()
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        common = n, port, self.folder.name, function, args
+        self.ranks = [self.context.Process(target=self.rank, args=(i, *common)) for i in range(max(1, n))]
+        for rank in self.ranks:
+            rank.start()
+
+    @staticmethod
+    def rank(i, n, port, folder, function, args):
+        names = dict(RANK=i, LOCAL_RANK=i, WORLD_SIZE=n, MASTER_ADDR="localhost", MASTER_PORT=port)
+        os.environ.update({name: str(x) for name, x in names.items() if n})
+        said = os.open(f"{folder}/{i}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(said, 1), os.dup2(said, 2)
+        torch.set_num_threads(1)
+        torch.save(function(*args), f"{folder}/{i}.pt")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def end(self, timeout=120):
+        """Wait for all: exit codes, and all that was said."""
+        deadline = time.time() + timeout
+        for rank in self.ranks:
+            rank.join(max(0, deadline - time.time()))
+        late = [rank.kill() for rank in self.ranks if rank.is_alive()]
+        said = "\n".join(path.read_text() for path in sorted(Path(self.folder.name).glob("*.txt")))
+        assert not late, f"still running after {timeout} s: {said}"
+        return [rank.exitcode for rank in self.ranks], said
+
+
+def ranks(n, function, *args, timeout=120):
+    """[function(*args) of each of n ranks], all of which must end well."""
+    processes = Processes(n, function, *args)
+    codes, said = processes.end(timeout)
+    assert not any(codes), said
+    return [torch.load(f"{processes.folder.name}/{i}.pt", weights_only=False) for i in range(max(1, n))]
+
+
+def metrics(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").open()]
+
+
+def weights(out):
+    return mtp.load_draft(out)[0].state_dict()
+
+
+def assert_close_weights(a, b, tolerance):
+    a, b = weights(a), weights(b)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance,
+                                   msg=lambda m: f"{name}: {m}")
+
+
+def write_chats(path, n=24, seed=0):
+    """A .jsonl of n random questions and answers: only the answers count, so masks are ragged."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(most):
+        length = int(torch.randint(1, most, (1,), generator=generator))
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator))
+
+    rows = [[dict(role="user", content=words(8)), dict(role="assistant", content=words(28))]
+            for _ in range(n)]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return str(path)
+
+
+def record(cfg):
+    """Train; {name: whole gradient of step 1, summed over ranks}, and what rank 0 said."""
+    first, real = {}, mtp.MasterAdamW.step
+
+    def step(self, *args):
+        if not first:
+            first.update({name: mtp.whole(p.grad).clone() for name, p in self.params.items()})
+        return real(self, *args)
+
+    with mock.patch.object(mtp.MasterAdamW, "step", step):
+        mtp.train(cfg)
+    return first
+
+
+def capture(tiny, out, **changes):
+    cfg = mtp.Options(**{**dict(target=str(tiny[0]), data=[tiny[1]], out=str(out), seq_len=48, device="cpu"),
+                         **changes})
+    mtp.capture(cfg)
+    return sorted(Path(out).iterdir())
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory):
+    """(target, chats) as `tiny`, in float64, and stored states of the chats: a target's own router is fp32,
+    so that states computed in another batch differ by 1e-9."""
+    folder = tmp_path_factory.mktemp("chats")
+    make_target(folder / "target", dtype=torch.float64)
+    config = json.loads((folder / "target/config.json").read_text())  # grouped matmuls do not take float64
+    (folder / "target/config.json").write_text(json.dumps({**config, "experts_implementation": "eager"}))
+    found = folder / "target", write_chats(folder / "chats.jsonl")
+    capture(found, folder / "states")
+    return *found, str(folder / "states")
+
+
+def exact_options(chats, out, **changes):
+    return options(chats, out, **{
+        **dict(data=None, hidden_states=[chats[2]], steps=5, batch_size=7, eval_rows=2), **changes})
+
+
+@pytest.fixture(scope="session")
+def split(chats, tmp_path_factory):
+    """split(n, backend, sp, fsdp, micro): (folder, first gradients) of 5 steps of 7 rows in float64."""
+    @functools.cache
+    def run(n, backend="sdpa", sp=None, fsdp="auto", micro=8):
+        out = tmp_path_factory.mktemp("split") / "run"
+        cfg = exact_options(chats, out, backend=backend, sp=sp, fsdp=fsdp, micro_batch_size=micro)
+        found = ranks(n, record, cfg)
+        for grads in found[1:]:
+            assert all(torch.equal(grads[name], found[0][name]) for name in grads)
+        return out, found[0]
+    return run
+
+
+# ranks, backend, sp, FSDP, rows per micro-batch: dp x sp is 4 x 1, 2 x 2, 1 x 4, 1 x 1; 7 rows divide by none
+SPLITS = [
+    (4, "fa", None, "on", 1), (4, "fa", None, "off", 3), (4, "usp", 2, "on", 3), (4, "usp", 2, "off", 1),
+    (4, "usp", 4, "on", 1), (4, "usp", 4, "off", 3), (0, "sdpa", None, "off", 1), (0, "fa", None, "off", 3)]
+
+
+@pytest.mark.parametrize("how", SPLITS, ids=lambda how: "-".join(map(str, how)))
+def test_no_split_of_a_batch_changes_gradients_or_weights(split, how):
+    """float64: what is left is the order of sums, 1e-16 of a gradient, and what AdamW makes of it."""
+    (one, expected), (many, found) = split(0), split(*how)
+    assert expected.keys() == found.keys() and len(found) > 15
+    for name in expected:
+        assert_near(found[name], expected[name], 1e-10, name)
+    assert_close_weights(many, one, 1e-8)
+    for a, b in zip(metrics(one), metrics(many)):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["acc"] == pytest.approx(b["acc"])
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10) and a["tokens"] == b["tokens"]
+        assert a["top_expert_share"] == b["top_expert_share"]
+
+
+def test_fp32_gradients_of_every_split_differ_by_rounding(tiny, tmp_path):
+    """Of all gradients as one vector. Sums of some thousand fp32 products, differently grouped: 1e-6."""
+    found = []
+    for i, (n, backend, sp) in enumerate([(0, "sdpa", None), (4, "fa", None), (4, "usp", 2), (4, "usp", 4)]):
+        cfg = options(tiny, tmp_path / str(i), steps=1, batch_size=7, eval_rows=1, backend=backend, sp=sp)
+        found.append(torch.cat([x.flatten() for x in ranks(n, record, cfg)[0].values()]))
+    for grads in found[1:]:
+        assert (grads - found[0]).norm() <= 1e-5 * found[0].norm()
+
+
+def test_packed_rows_train_alike_with_every_backend(chats, tmp_path):
+    """An epoch in one step: the tokens of all samples over the tokens that its rows could hold."""
+    found = []
+    for n, backend in [(0, "sdpa"), (0, "fa"), (2, "usp")]:
+        cfg = exact_options(chats, tmp_path / backend, backend=backend, eval_data=[chats[2]], seq_len=64,
+                            steps=2)
+        rows = mtp.read_rows(cfg, load_target(chats[0]))[0]
+        ranks(n, mtp.train, mtp.replace(cfg, batch_size=len(rows)))
+        found.append(metrics(tmp_path / backend))
+    texts = [json.loads(line)["messages"] for line in open(chats[1])]
+    tokens = sum(len(message["content"].split()) + 2 for text in texts for message in text)  # and two markers
+    assert len(rows) < len(texts) / 2  # two samples or more in most rows
+    for lines in found:
+        for line, expected in zip(lines, found[0]):
+            assert line["loss"] == pytest.approx(expected["loss"], rel=1e-10)
+            assert line["fill_ratio"] == pytest.approx(tokens / (len(rows) * 64), rel=1e-12)
+
+
+# ---- checkpoints of many ranks
+
+def continue_from(run, out, step):
+    """A copy of a run as it was when it had written step N's state, and no more."""
+    (out / "checkpoints").mkdir(parents=True)
+    shutil.copytree(run / f"checkpoints/step-{step}", out / f"checkpoints/step-{step}")
+    shutil.copy(run / "config.json", out)
+
+
+@pytest.mark.parametrize("n, backend, fsdp", [(2, "usp", "on"), (2, "fa", "off"), (0, "sdpa", "off")])
+def test_a_state_of_four_ranks_resumes_on_fewer(chats, split, tmp_path, n, backend, fsdp):
+    """4 ranks with FSDP stop after step 2; another number of ranks goes on to where 4 would have ended."""
+    whole = split(*SPLITS[2])[0]
+    continue_from(whole, tmp_path / "run", 2)
+    cfg = exact_options(chats, tmp_path / "run", backend=backend, fsdp=fsdp, resume="auto")
+    ranks(n, mtp.train, cfg)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 4, 5]
+    assert_close_weights(tmp_path / "run", whole, 1e-8)
+    ours, theirs = (state_of(run / "checkpoints/step-5") for run in (tmp_path / "run", whole))
+    for name in theirs.keys() - {"rng"}:
+        assert_near(ours[name].double(), theirs[name].double(), 1e-8, name)
+
+
+def test_the_draft_of_a_sharded_run_is_whole(chats, split, tmp_path):
+    """What 4 ranks with FSDP wrote is the draft of their state; convert.py puts all of it in its place."""
+    run = split(*SPLITS[2])[0]
+    state, draft = state_of(run / "checkpoints/step-5"), weights(run)
+    for name, tensor in draft.items():
+        assert torch.equal(tensor, state.get(f"master.{name}", state.get(name))), name
+    convert_cli(run, "--out", tmp_path / "out")
+    source, out = tensors(chats[0]), tensors(tmp_path / "out")
+    views = dict(mtp.native_views(draft, "glm4_moe", "model.layers.2."))
+    assert views.keys() <= out.keys()
+    for name in out:
+        expected = views.get(name, source.get(name)).to(out[name].dtype)  # fp32 where the source has it
+        assert torch.equal(out[name], expected), name
+
+
+def run_of_two(tiny, out, **changes):
+    return options(tiny, out, **{**dict(steps=6, backend="usp", fsdp="on", eval_rows=1), **changes})
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tiny, tmp_path_factory):
+    """6 steps of 2 ranks, a state after each second one."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    ranks(2, mtp.train, run_of_two(tiny, out))
+    return out
+
+
+def die(victims):
+    if int(os.environ["RANK"]) in victims and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def doomed(cfg, victims, where):
+    """Train; the victims die by SIGKILL, in a step after the first state or when they have written their
+    part of step 4's state."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    step, write_data = mtp.MasterAdamW.step, FileSystemWriter.write_data
+
+    def dying_step(self, *args):
+        step(self, *args)
+        if where == "between" and mtp.saved_states(cfg.out):
+            die(victims)
+
+    def dying_write(self, *args):
+        written = write_data(self, *args)
+        written.wait()
+        if where == "in a save" and "step-4" in str(self.path):
+            die(victims)
+        return written
+
+    with mock.patch.object(mtp.MasterAdamW, "step", dying_step), \
+            mock.patch.object(FileSystemWriter, "write_data", dying_write):
+        mtp.train(cfg)
+
+
+@pytest.mark.parametrize("victims, where, background", [
+    ([1], "between", True), ([1], "in a save", False),
+    ([0, 1], "between", False), ([0, 1], "in a save", True)])
+def test_kill_9_of_ranks_loses_nothing(tiny, uninterrupted, tmp_path, victims, where, background):
+    """One rank or all die; the state before counts, and from it the same ranks end on the same bits. A state
+    written in the background, while training goes on, holds what one written in the foreground does."""
+    cfg = run_of_two(tiny, tmp_path / "run", background_save=background)
+    codes, said = Processes(2, doomed, cfg, victims, where).end(60)
+    assert all(codes[i] == -signal.SIGKILL for i in victims) and all(codes), said
+    late = background and where == "between"  # a state written meanwhile may have been finished, too
+    assert [path.name for path in mtp.saved_states(cfg.out)] in [["step-2"], ["step-2", "step-4"][:1 + late]]
+    ranks(2, mtp.train, mtp.replace(cfg, resume="auto"))
+    for step in (2, 4, 6):
+        assert_same_state(*(out / f"checkpoints/step-{step}" for out in (tmp_path / "run", uninterrupted)))
+    assert not list((tmp_path / "run/checkpoints").glob(".*"))
+
+
+def test_states_of_many_ranks_rotate(tiny, uninterrupted, tmp_path):
+    cfg = run_of_two(tiny, tmp_path / "run", background_save=True, save_every=1, keep=2)
+    ranks(2, mtp.train, cfg)
+    assert [path.name for path in mtp.saved_states(cfg.out)] == ["step-5", "step-6"]
+    assert_same_state(tmp_path / "run/checkpoints/step-6", uninterrupted / "checkpoints/step-6")
+
+
+# ---- stored hidden states
+
+def test_capture_writes_what_is_missing_and_no_more(tiny, tmp_path):
+    """A file per sample, of what a sample's own forward pass gives. Anew: nothing, or what was lost."""
+    files = capture(tiny, tmp_path / "states")
+    target, lost = load_target(tiny[0]), load_file(files[5])
+    samples = mtp.read_samples([tiny[1]], target, 48, 3)
+    assert len(files) == len(samples) == 40
+    for file, sample in zip(files, samples):
+        with safe_open(file, "pt") as stored:
+            meta, found = stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}
+        assert found.keys() == {"input_ids", "hidden_states", "loss_mask"} and meta["sample"] == sample.name
+        assert torch.equal(found["input_ids"], sample.input_ids) and found["loss_mask"].all()
+        alone = target.model.base_model(sample.input_ids[None]).last_hidden_state[0]
+        torch.testing.assert_close(found["hidden_states"], alone, rtol=1e-5, atol=1e-5)
+    assert meta["stage"] == "post_norm" and meta["dtype"] == "torch.float32"
+    assert meta["target_config_sha256"] == hashlib.sha256((tiny[0] / "config.json").read_bytes()).hexdigest()
+    files[5].unlink()
+    (files[5].parent / f".{files[5].name}.partial").write_bytes(b"half")
+    times = {file: file.stat().st_mtime_ns for file in files if file.exists()}
+    assert capture(tiny, tmp_path / "states") == files
+    assert len(times) == 39 and all(file.stat().st_mtime_ns == at for file, at in times.items())
+    same_tensors(load_file(files[5]), lost)
+
+
+def test_ranks_share_a_capture(tiny, tmp_path):
+    files, shared = capture(tiny, tmp_path / "one"), tmp_path / "two"
+    ranks(2, capture, tiny, shared)
+    assert [file.name for file in files] == sorted(path.name for path in shared.iterdir())
+    for file in files:
+        a, b = load_file(file), load_file(shared / file.name)
+        torch.testing.assert_close(a["hidden_states"], b["hidden_states"], rtol=1e-5, atol=1e-5)
+
+
+def without_layers(target, out):
+    """A copy of a target whose decoder layers are gone: their tensors hold nan, of no particular shape."""
+    shutil.copytree(target, out)
+    state = load_file(out / "model.safetensors")
+    for name in state:
+        if re.match(r"model\.layers\.[01]\.", name):
+            state[name] = torch.full((1,), math.nan)
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("init", ["scratch", "warm"])
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+def test_training_from_stored_states_is_training_from_text(family, tie, init, tmp_path):
+    """The target's layers are neither read nor held: a copy without any will do. States computed in another
+    batch differ by fp32 rounding, 1e-7, and so does the loss."""
+    make_target(tmp_path / "target", family, tie=tie)
+    tiny = tmp_path / "target", write_texts(tmp_path / "data.jsonl")
+    capture(tiny, tmp_path / "states")
+    hollow = without_layers(tmp_path / "target", tmp_path / "hollow")
+    mtp.train(options(tiny, tmp_path / "text", init=init))
+    with mock.patch.object(mtp, "Target", side_effect=mtp.Target) as opened:
+        mtp.train(options((hollow, None), tmp_path / "stored", init=init, data=None,
+                          hidden_states=[str(tmp_path / "states")]))
+    assert opened.call_args.kwargs == dict(stored=True)
+    for a, b in zip(metrics(tmp_path / "text"), metrics(tmp_path / "stored"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["tokens"] == b["tokens"]
+    assert_close_weights(tmp_path / "text", tmp_path / "stored", 1e-4)  # lr 1e-2, 4 steps of AdamW
+    target = mtp.Target(mtp.ModelOptions(), hollow, torch.device("cpu"), stored=True)
+    assert len(target.model.base_model.layers) == 0
+    assert sum(p.numel() for p in target.model.parameters()) == (2 - tie) * 62 * 32 + 32
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_that_vllm_wrote_are_normed(family, dtype, tmp_path):
+    """Files as of vLLM's ExampleHiddenStatesConnector: token_ids, and of several layers the states BEFORE the
+    final norm, the last layer's last. Both are taken from transformers' own forward pass."""
+    make_target(tmp_path / "target", family, dtype=dtype)
+    target, seen = load_target(tmp_path / "target"), []
+    base, ids = target.model.base_model, torch.arange(3, 40)
+    base.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        out = base(ids[None], output_hidden_states=True)
+    layers = torch.stack([out.hidden_states[1][0], seen[0][0]], dim=1)  # (T, layers, C)
+    save_file(dict(token_ids=ids, hidden_states=layers), tmp_path / "vllm.safetensors")
+    stored = mtp.Target(mtp.ModelOptions(), tmp_path / "target", torch.device("cpu"), stored=True)
+    found, mask = mtp.open_stored(tmp_path / "vllm.safetensors", stored)
+    assert torch.equal(found, ids) and mask.all()
+    sample = mtp.Sample("s", ids[5:], mask[5:].bool(), tmp_path / "vllm.safetensors", 5)
+    states, = stored.states([sample], [(2, 30)])
+    assert states.dtype == dtype and torch.equal(states, out.last_hidden_state[0, 7:35])
+    assert not torch.allclose(states, layers[7:35, -1], rtol=0.1)
+
+
+BROKEN = {  # edit of (tensors, metadata), or of the bytes; the reason that is given
+    "truncated": (lambda data: data[:-100], "file not fully covered"),
+    "not-safetensors": (lambda data: b"nothing of the kind", "deserializing header"),
+    "other-target": (lambda t, m: m.update(target_config_sha256="f" * 64), "of another target.*ffffffffffff"),
+    "other-width": (lambda t, m: t.update(hidden_states=torch.zeros(t["input_ids"].numel(), 48)), "48.*, 32"),
+    "too-short": (lambda t, m: t.update(hidden_states=t["hidden_states"][1:]), r"expected \(\d+, 32\)"),
+    "nan": (lambda t, m: t["hidden_states"][3].fill_(math.nan), "holds nan or inf"),
+    "no-stage": (lambda t, m: m.pop("stage"), "stage None, neither post_norm nor pre_norm"),
+    "no-states": (lambda t, m: t.pop("hidden_states"), "not input_ids and hidden_states"),
+    "no-tokens": (lambda t, m: t.pop("input_ids"), "not input_ids and hidden_states"),
+    "token-62": (lambda t, m: t["input_ids"][3:4].fill_(62), "outside the target's vocabulary of 62"),
+}
+
+
+def break_file(source, out, edit):
+    if edit.__code__.co_argcount == 1:
+        return out.write_bytes(edit(source.read_bytes()))
+    with safe_open(source, "pt") as stored:
+        found, meta = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()
+    edit(found, meta)
+    save_file(found, out, metadata=meta)
+
+
+def test_broken_files_are_skipped_named_and_counted(tiny, tmp_path, capsys):
+    """Each kind beside good files, which are used; nothing but bad ones is an error before training."""
+    good = capture(tiny, tmp_path / "good")
+    target = mtp.Target(mtp.ModelOptions(), tiny[0], torch.device("cpu"), stored=True)
+    for name, (edit, reason) in BROKEN.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(good[0], folder / "a.safetensors")
+        break_file(good[1], folder / "b.safetensors", edit)
+        capsys.readouterr()
+        sample, = mtp.read_samples([folder], target, 48, 5)
+        assert sample.name == str(folder / "a.safetensors")
+        said = capsys.readouterr().out
+        assert re.search(rf"1 documents skipped: {folder}/b.safetensors \(.*{reason}", said), said
+    for file in (tmp_path / "nan/b.safetensors", tmp_path / "token-62/b.safetensors"):
+        shutil.copy(file, tmp_path / "good" / f"{file.parent.name}.safetensors")
+    stored = ["--target", str(tiny[0]), "--hidden-states", str(tmp_path / "good"), "--device", "cpu",
+              "--steps", "1", "--eval-rows", "1", "--seq-len", "48", "--out"]
+    assert mtp.main([*stored, str(tmp_path / "run")]) == 0
+    assert "2 documents skipped" in capsys.readouterr().out
+    for file in good:
+        file.unlink()
+    assert mtp.main([*stored, str(tmp_path / "none")]) == 2
+    assert "mtp.py: error: no usable document in" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def rows_read(cfg):
+    """Train; (how many rows of stored states each forward pass of a batch read, length of its rows)."""
+    found, read, gather = [], mtp.Target.read_states, mtp.gather_states
+
+    def gathering(rows, lo, hi, target):
+        found.append([0, [sum(len(sample.input_ids) for sample in row) for row in rows]])
+        return gather(rows, lo, hi, target)
+
+    def reading(self, sample, start, stop):
+        rows = read(self, sample, start, stop)
+        found[-1][0] += len(rows)
+        return rows
+
+    with mock.patch.object(mtp, "gather_states", gathering), \
+            mock.patch.object(mtp.Target, "read_states", reading):
+        mtp.train(cfg)
+    return found
+
+
+@pytest.mark.parametrize("P", [2, 4])
+def test_usp_ranks_read_their_rows_and_a_halo(chats, tmp_path, P):
+    """Rank r reads those of rows r S .. (r + 1) S + K that there are, S = ceil(longest row / P), K = 3."""
+    cfg = exact_options(chats, tmp_path / "run", backend="usp", batch_size=3, micro_batch_size=2, steps=3)
+    for rank, found in enumerate(ranks(P, rows_read, cfg)):
+        assert len(found) >= 6
+        for read, lengths in found:
+            share = -(-max(lengths) // P)
+            assert read == sum(max(0, min((rank + 1) * share + 3, n) - rank * share) for n in lengths)
+
+
+# ---- memory and bytes
+
+def live_bytes(f):
+    """(Bytes that f() allocates and leaves allocated, as torch's allocator counts them; f()'s result)."""
+    gc.collect()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as seen:
+        result = f()
+        gc.collect()
+    events = seen.profiler.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]"), result
+
+
+def wide_draft(**changes):
+    """C = 128, H D = 128, G D = 64: large beside the handful of integers that every row has."""
+    return toy_draft(torch.float32, **{**dict(
+        vocab_size=64, hidden_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+        moe_intermediate_size=64), **changes})
+
+
+def test_recompute_keeps_g_k_and_v_of_a_step():
+    """After the forward pass a step has left: g (C), its slope of the loss (C), k and v (2 G D), and of
+    integers the positions (8 bytes) and marks of what counts and hits (fewer than 8)."""
+    T, C, kept = 256, 128, {}
+    model = wide_draft()
+    batch = torch.randint(64, (1, T)), torch.randn(1, T, C)
+    for K, recompute in [(1, False), (1, True), (4, True), (7, True)]:
+        kept[K, recompute], out = live_bytes(lambda: mtp.ttt_loss(
+            model, *batch, ttt_length=K, backend="fa", recompute=recompute))
+        assert out.loss.requires_grad
+    assert kept[7, True] <= 1.5 * kept[1, False]
+    for K in (1, 4):
+        per_row_and_step = (kept[K + 3, True] - kept[K, True]) / 3 / T
+        assert 4 * (C + 2 * 64) < per_row_and_step <= 4 * (2 * C + 2 * 64) + 16
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_built)])
+@pytest.mark.parametrize("backend", ["sdpa", "fa"])
+@pytest.mark.parametrize("case", [dict(), dict(rollout="draft", recycle="both", loss=EVERY, topk=4)],
+                         ids=["data", "draft"])
+def test_recompute_changes_no_bit(backend, kernels, case, monkeypatch):
+    """Figures (the experts' load is counted once) and gradients, in fp32."""
+    monkeypatch.setattr(mtp, "KERNELS", kernels)
+    model, results = toy_draft(torch.float32, hidden_size=32, moe_intermediate_size=16), []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        results.append(run(model, *toy_batch(model, T=19), backend=backend, ttt_length=4,
+                           recompute=recompute, **case))
+    assert_same(*results, rtol=0, atol=0)
+
+
+HEADS = [(4, 1), (4, 2), (4, 4), (8, 2), (12, 3)]  # H, G; of 4 ranks each G but 4 is copied
+
+
+def on_usp_ranks():
+    """What one rank keeps, sends and computes; all with its share of the states alone."""
+    ranks, found, sent = mtp.start_ranks("cpu", "usp"), {}, lambda: mtp.AllToAll.bytes_sent
+    P, rank, options = ranks.sp, ranks.rank, dict(backend="usp", group=ranks.group, sharded=True)
+
+    def share(model, ids, hidden, K):
+        length = -(-ids.shape[1] // P)
+        return ids, mtp.window(hidden, rank * length, (rank + 1) * length + K)
+
+    model = wide_draft()
+    batch = share(model, torch.randint(64, (1, 512)), torch.randn(1, 512, 128), 4)
+    for recompute in (False, True):
+        found["kept", recompute], out = live_bytes(lambda: mtp.ttt_loss(
+            model, *batch, ttt_length=4, recompute=recompute, **options))
+        del out
+    for H, G in HEADS:
+        for recompute in (False, True):
+            model, before = toy_draft(num_attention_heads=H, num_key_value_heads=G), sent()
+            ids, hidden, mask, _ = toy_batch(model, T=21, packed=False)
+            out = mtp.ttt_loss(model, *share(model, ids, hidden, 3), mask, recompute=recompute, **options)
+            forward = sent() - before
+            out.loss.backward()
+            found[H, G, recompute] = forward, sent() - before - forward
+    for kernels in {False, mtp.KERNELS}:
+        mtp.KERNELS, model = kernels, toy_draft(torch.float32, hidden_size=32, moe_intermediate_size=16)
+        ids, hidden, mask, docs = toy_batch(model, T=19)
+        whole = run(model, ids, hidden, mask, docs, ttt_length=4, **{**options, "sharded": False})
+        for recompute in (False, True):
+            again = run(model, *share(model, ids, hidden, 4), mask, docs, ttt_length=4, recompute=recompute,
+                        **options)
+            assert_same(again, whole, rtol=0, atol=0)
+    return found
+
+
+def test_what_usp_ranks_keep_and_send():
+    """Kept: a P-th, but for what is of whole rows, a few integers. Sent: 2 H + 2 G f heads a row and step, f
+    copies of each of keys and values, forward as backward, and once more with recompute, which changes no
+    bit."""
+    of = {P: ranks(P, on_usp_ranks) for P in (1, 2, 4)}
+    for P, found in of.items():
+        for one in found:
+            for recompute in (False, True):
+                kept, whole = one["kept", recompute], of[1][0]["kept", recompute]
+                assert kept <= 1.1 / P * whole, f"{kept} bytes of {whole} with {P} ranks"
+            for H, G in HEADS:  # 3 steps of 2 rows in float64, D = 8
+                heads = 2 * H + 2 * G * (P // math.gcd(G, P))
+                expected = 3 * 8 * 2 * -(-21 // P) * heads * 8 * (P - 1) // P
+                assert one[H, G, False] == (expected, expected)
+                assert one[H, G, True] == (expected, 2 * expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("P", [2, 4])
+def test_a_step_of_131072_tokens(P, tmp_path):
+    """One row of 128k tokens from stored states, over P ranks; prints what each rank held and sent. A rank's
+    one head of D = 16 takes a core 47 s for each of K = 2 steps, there and back: attention is quadratic."""
+    T, K = 131072, 2
+    make_target(tmp_path / "target")
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    config |= dict(max_position_embeddings=T, num_attention_heads=P, head_dim=16)  # and G = 2
+    (tmp_path / "target/config.json").write_text(json.dumps(config))
+    for name, length in (("long", T), ("held", 64)):
+        (tmp_path / name).mkdir()
+        tensors = dict(input_ids=torch.randint(62, (length,)), hidden_states=torch.randn(length, 32))
+        save_file(tensors, tmp_path / name / "a.safetensors", metadata=dict(stage="post_norm"))
+    cfg = options((tmp_path / "target", None), tmp_path / "run", data=None, seq_len=T, steps=1, batch_size=1,
+                  hidden_states=[str(tmp_path / "long")], eval_data=[str(tmp_path / "held")], backend="usp",
+                  ttt_length=K)
+    codes, said = Processes(P, mtp.train, cfg).end(3000)
+    assert not any(codes), said
+    line, = metrics(cfg.out)
+    found = re.findall(r"rank \d: peak memory ([\d,]+) MiB, ([\d,.]+) MiB sent", said)
+    assert line["tokens"] == T and math.isfinite(line["loss"]) and len(found) == P
+    heads = 2 * P + 2 * 2 * (P // math.gcd(2, P))
+    forward = [K * 4 * length // P * heads * 16 * (P - 1) // P for length in (T, 64)]  # the last: of `before`
+    assert line["bytes_sent"] == 2 * forward[0] + forward[1]
+    print(f"\n{P} ranks, {T:,} tokens, loss {line['loss']:.2f}, {line['compute_seconds']:.0f} s: "
+          + "; ".join(f"{a} MiB at most, {b} MiB sent" for a, b in found))
+
+
+# ---- failures
+
+def torchrun(port, nodes, per_node, max_restarts, function, *args):
+    """What the command torchrun calls, one node's agent; its ranks are forked, too."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    config = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=per_node, run_id="test",
+                          rdzv_backend="c10d", rdzv_endpoint=f"localhost:{port}", start_method="fork",
+                          max_restarts=max_restarts, monitor_interval=0.1)
+    elastic_launch(config, function)(*args)
+
+
+def test_torchrun_restarts_what_died(tiny, uninterrupted, tmp_path):
+    """Rank 1 kills itself; both are started again, without a flag, and end on the uninterrupted run's bits.
+    The address book of the ranks, torchrun's store, outlives them: the restarted must not call the dead."""
+    cfg = run_of_two(tiny, tmp_path / "run")
+    codes, said = Processes(0, torchrun, 0, 1, 2, 1, doomed, cfg, [1], "between").end(100)
+    assert codes == [0] and "resuming from" in said, said
+    assert_same_state(tmp_path / "run/checkpoints/step-6", uninterrupted / "checkpoints/step-6")
+
+
+def test_two_nodes_train_what_one_process_trains(tiny, tmp_path):
+    """Two agents that meet over loopback, a rank each, share every row."""
+    ranks(0, mtp.train, options(tiny, tmp_path / "one"))
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    cfg = options(tiny, tmp_path / "two", backend="usp")
+    nodes = [Processes(0, torchrun, port, 2, 1, 0, mtp.train, cfg) for _ in range(2)]
+    (codes, said), (others, more) = (node.end(100) for node in nodes)
+    assert codes == others == [0] and "on 1 x 2 cpu ranks" in said + more, said + more
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert_close_weights(tmp_path / "one", tmp_path / "two", 1e-3)
+
+
+def failing(cfg):
+    """Train; rank 1 raises in its second step."""
+    step, steps = mtp.MasterAdamW.step, []
+
+    def raising(self, *args):
+        steps.append(1)
+        if len(steps) == 2 and os.environ["RANK"] == "1":
+            raise RuntimeError("rank 1 has had enough")
+        step(self, *args)
+
+    with mock.patch.object(mtp.MasterAdamW, "step", raising):
+        mtp.train(cfg)
+
+
+def test_a_rank_that_fails_ends_all_with_its_message(tiny, tmp_path):
+    """The others wait for it in a collective, and end without a launcher that kills them."""
+    codes, said = Processes(4, failing, run_of_two(tiny, tmp_path / "run")).end(60)
+    assert codes == [1] * 4 and "RuntimeError: rank 1 has had enough" in said, said
+
+
+def on_a_full_disk(arguments, room):
+    """No file may grow past `room` bytes: writing fails as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+    sys.exit(mtp.main(arguments))
+
+
+@pytest.mark.parametrize("what, background", [("draft", False), ("state", False), ("state", True)],
+                         ids=["draft", "state", "background state"])
+def test_a_full_disk_leaves_the_last_state(tiny, uninterrupted, tmp_path, what, background):
+    """Draft or state of step 4 does not fit: one line that says so; with room the run goes on from step 2."""
+    continue_from(uninterrupted, tmp_path / "run", 2)
+    shutil.copy(uninterrupted / "model.safetensors", tmp_path / "run")
+    draft = (tmp_path / "run/model.safetensors").stat().st_size
+    state = max(path.stat().st_size for path in (uninterrupted / "checkpoints/step-2").iterdir())
+    room = (draft if what == "draft" else state) - 1000
+    assert draft < state - 1000
+    arguments = flags(tiny, tmp_path / "run", steps=6, backend="usp", fsdp="on", eval_rows=1, resume="auto")
+    arguments += ["--background-save"] * background
+    codes, said = Processes(2, on_a_full_disk, arguments, room).end(60)
+    errors = [line for line in said.splitlines() if line.startswith("mtp.py: error: ")]
+    assert codes == [2, 2] and "Traceback" not in said, said
+    assert len(errors) == 2 and all("File too large" in line for line in errors), said
+    assert [path.name for path in mtp.saved_states(tmp_path / "run")] == ["step-2"]
+    assert_same_state(tmp_path / "run/checkpoints/step-2", uninterrupted / "checkpoints/step-2")
+    mtp.load_draft(tmp_path / "run")  # the old one or the new one, whole
+    ranks(2, mtp.main, arguments)
+    assert_same_state(tmp_path / "run/checkpoints/step-6", uninterrupted / "checkpoints/step-6")
+
+
+def test_a_file_that_cannot_be_read_is_named(tiny, tmp_path, capsys, monkeypatch):
+    def refusing(path, *args, real=open, **options):
+        if str(path) == tiny[1]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", refusing)
+    assert mtp.main(flags(tiny, tmp_path / "run")) == 2
+    assert f"mtp.py: error: [Errno 13] Permission denied: '{tiny[1]}'" in capsys.readouterr().err
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(tiny, tmp_path):
+    codes, said = Processes(3, on_a_full_disk, flags(tiny, tmp_path / "run", backend="usp"), 1 << 30).end(60)
+    assert codes == [2, 2, 2] and "mtp.py: error: --sp 3 does not divide 4 heads; give 1" in said
+    assert "Traceback" not in said and not (tmp_path / "run").exists()
+
+
+def test_a_run_of_another_target_is_not_resumed(tiny, uninterrupted, tmp_path, capsys):
+    """It has the same sizes; its config.json has one more entry."""
+    continue_from(uninterrupted, tmp_path / "run", 2)
+    shutil.copytree(tiny[0], tmp_path / "other")
+    config = json.loads((tiny[0] / "config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps({**config, "bos_token_id": 1}))
+    arguments = flags((tmp_path / "other", tiny[1]), tmp_path / "run", resume="auto")
+    assert mtp.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "step-2 is of another target or of a draft of other sizes; give another --out" in said
+    assert [path.name for path in mtp.saved_states(tmp_path / "run")] == ["step-2"]
+
+
+# ---- what a run says
+
+def test_every_metric_is_documented(tiny, tmp_path, monkeypatch):
+    """The README's table and the keys of metrics.jsonl are the same names: of training, of an evaluation, of
+    a skipped step."""
+    real = mtp.Target.states
+    poisoned = f"{tiny[1]}:6"
+    monkeypatch.setattr(mtp.Target, "states", lambda self, samples, *at: [
+        h * math.nan if s.name == poisoned else h for s, h in zip(samples, real(self, samples, *at))])
+    mtp.train(options(tiny, tmp_path / "run", steps=12, eval_every=12))
+    lines = metrics(tmp_path / "run")
+    found = {name for line in lines for name in [*line, *line.get("eval", ())]}
+    assert {"eval", "skipped_samples", "loss"} <= found
+    table = (HERE / "README.md").read_text().partition("| field of metrics.jsonl |")[2].partition("\n\n")[0]
+    documented = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+                  } if table else set()
+    assert found == documented, (f"missing in the README: {sorted(found - documented)}; "
+                                 f"not in metrics.jsonl: {sorted(documented - found)}")
+
+
+def test_metrics_of_two_ranks_are_those_of_the_whole_run(tiny, uninterrupted, tmp_path):
+    """Rows of one document each, so that their lengths, and with them bytes and ratios, can be read off."""
+    cfg = run_of_two(tiny, tmp_path / "run", batch_size=1, seq_len=40)
+    processes = Processes(2, mtp.train, cfg)
+    codes, said = processes.end()
+    assert not any(codes), said
+    lines = metrics(cfg.out)
+    for a, b in zip(lines, lines[1:]):
+        length = b["tokens"] - a["tokens"]
+        assert b["fill_ratio"] == pytest.approx(length / 40)
+        # 3 steps there and back, fp32, half of the rows, 2 H + 2 G heads of D = 8, half of that leaves
+        assert b["bytes_sent"] - a["bytes_sent"] == 3 * 2 * 4 * -(-length // 2) * (2 * 4 + 2 * 2) * 8 // 2
+        assert b["tokens_per_second"] * (b["data_seconds"] + b["compute_seconds"]) == pytest.approx(length)
+        assert 0 < b["data_seconds"] and 0 < b["compute_seconds"]
+        assert 0 <= b["low_expert_share"] <= 0.25 <= b["top_expert_share"] <= 1
+        assert 2 ** 20 * 100 < a["peak_memory"] <= b["peak_memory"]
+    found = re.findall(r"rank (\d): peak memory ([\d,]+) MiB, ([\d,.]+) MiB sent to others", said)
+    assert [rank for rank, *_ in found] == ["0", "1"]
+    for _, peak, sent in found:
+        assert float(peak.replace(",", "")) > 100 and float(sent) >= lines[-1]["bytes_sent"] / 2 ** 20 - 0.05
+
+
+def test_tensorboard_gets_what_metrics_get(tiny, tmp_path, capsys, monkeypatch):
+    found = flags(tiny, tmp_path / "run", eval_every=2) + ["--tensorboard"]
+    with monkeypatch.context() as patch:
+        patch.setattr(mtp, "find_spec", lambda name: None)
+        assert mtp.main(found) == 2
+        assert "mtp.py: error: --tensorboard: pip install tensorboard" in capsys.readouterr().err
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert mtp.main(found) == 0
+    events = reader.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    lines = metrics(tmp_path / "run")
+    fit, held = [x for x in lines if "loss" in x], [x for x in lines if "eval" in x]
+    for tag, values in {"train/loss": [(x["step"], x["loss"]) for x in fit],
+                        "train/acc_2": [(x["step"], x["acc"][2]) for x in fit],
+                        "eval/accept_len": [(x["step"], x["eval"]["accept_len"]) for x in held]}.items():
+        steps, scalars = zip(*((x.step, x.value) for x in events.Scalars(tag)))
+        assert steps == tuple(step for step, _ in values)
+        assert scalars == pytest.approx([x for _, x in values], rel=1e-6)
+
+
+def test_plot_draws_a_run(trained, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        for name in ("matplotlib", "matplotlib.figure"):
+            patch.setitem(sys.modules, name, None)
+        assert mtp.main(["plot", str(trained)]) == 2
+        assert "mtp.py: error: plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    shutil.copy(trained / "metrics.jsonl", tmp_path)
+    assert mtp.main(["plot", str(tmp_path)]) == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert f"drew {tmp_path}/plot.png" in capsys.readouterr().out
+    assert mtp.main(["plot", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere/metrics.jsonl" in capsys.readouterr().err
 
 
 # ---- Trainer: command line ---------------------------------------------------------------------------------
