@@ -60,7 +60,6 @@ def require(holds, message):
         raise ValueError(message)
 
 # ---- Config ------------------------------------------------------------------------------------------------
-
 KEYS = {  # what families call the fields of MTPConfig
     "glm4_moe": {},
     "hy_v3": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
@@ -140,7 +139,6 @@ def read_rope(config):
     return float(config["rope_theta"]), config.get("partial_rotary_factor")
 
 # ---- Small operations --------------------------------------------------------------------------------------
-
 def fp32(dtype):  # at least: what norms, routers, softmaxes and sums run in
     return torch.promote_types(dtype, torch.float32)
 def halves(x):
@@ -400,7 +398,6 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(2)), past_k, past_v
 
 # ---- Mixture of experts ------------------------------------------------------------------------------------
-
 class Router(nn.Module):
     """Sigmoid router, fp32 in a bf16 model too. The bias, for choices only, is moved by balance_experts."""
     def __init__(self, config):
@@ -493,7 +490,6 @@ def balance_experts(bias, load, rate):
     bias -= bias.mean()
 
 # ---- The draft ---------------------------------------------------------------------------------------------
-
 class DecoderLayer(nn.Module):
     """Pre-norm decoder layer: attention, then experts."""
     def __init__(self, config):
@@ -552,7 +548,6 @@ class MTP(DecoderLayer):
         return self.shared_head["norm"](r), r, past_k, past_v, chosen
 
 # ---- Loss and the TTT loop ---------------------------------------------------------------------------------
-
 # Terms of the loss, of N rows of a step, p the teacher's distribution, q the draft's. log_q (N, 2 + n): of
 # argmax p, of the data's token, of p's n largest; p_top (N, n): p of those; kl (N,): KL(p || q); a (N,): sum
 # min(p, q) = 1 - TV, the chance that a sampled draft token is accepted (Leviathan et al. 2023).
@@ -814,7 +809,6 @@ except ImportError as error:
     LOST = f"{error}; pip install transformers safetensors"
 
 # ---- Checkpoint layouts and initialisation -----------------------------------------------------------------
-
 # The draft's own names are glm4_moe's. What other families call the same tensors of their layer N:
 LAYOUTS = {
     "glm4_moe": {},
@@ -943,7 +937,6 @@ def dense_draft_config(config, names, sizes):
     return replace(MTPConfig.from_hf(config), model_type=family)
 
 # ---- Targets and data --------------------------------------------------------------------------------------
-
 class Sample(NamedTuple):
     name: str                # file, and line where it has lines: what an error names
     input_ids: torch.Tensor  # (L,) int64
@@ -1184,18 +1177,20 @@ def capture(cfg):
     for number, sample in [*enumerate(read_samples(cfg.data, target, cfg.seq_len, 3))][ranks.rank::ranks.dp]:
         key = repr((sample.input_ids.tolist(), sample.loss_mask.tolist(), meta)).encode()
         files[out / f"{number:06d}-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"] = sample
-    todo = [(file, sample) for file, sample in files.items() if not file.exists()]
-    with tqdm(total=len(files), initial=len(files) - len(todo), disable=ranks.rank > 0) as bar:
-        for part in (todo[i:i + 16] for i in range(0, len(todo), 16)):
-            for (file, sample), hidden in zip(part, target.states([sample for _, sample in part])):
+    with tqdm(total=len(files), disable=ranks.rank > 0) as bar:
+        for i in range(0, len(files), 16):  # the same batches when it goes on: the same bits
+            part = [*files.items()][i:i + 16]
+            lost = [file for file, _ in part if not file.exists()]
+            states = target.states([sample for _, sample in part]) if lost else ()
+            for (file, sample), hidden in zip(part, states):
                 tensors = dict(input_ids=sample.input_ids, loss_mask=sample.loss_mask, hidden_states=hidden)
-                with atomic(file) as aside:
-                    save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, aside,
-                              metadata={**meta, "sample": sample.name})
+                if file in lost:
+                    with atomic(file) as aside:
+                        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, aside,
+                                  metadata={**meta, "sample": sample.name})
             bar.update(len(part))
 
 # ---- Distributed -------------------------------------------------------------------------------------------
-
 class Ranks(NamedTuple):
     """Where this process stands: data-parallel (dp) times sequence-parallel (sp) ranks, a `group`."""
     rank: int = 0
@@ -1216,8 +1211,12 @@ def start_ranks(device="auto", backend="sdpa", sp=None):
     sp = (sp or world) if backend == "usp" else 1
     require(world % sp == 0, f"--sp {sp} does not divide the {world} ranks; start a multiple of it")
     if world > 1 or backend == "usp":
-        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", **alone)
+        store, backends = dist.HashStore(), "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        if "RANK" in os.environ:  # torchrun's store outlives its ranks: restarted ones would read addresses
+            store = next(dist.rendezvous("env://"))[0]  # of the dead (pytorch 135712; several nodes: README)
+            if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=world)
         mesh = dist.device_mesh.init_device_mesh(device, (world // sp, sp), mesh_dim_names=("dp", "sp"))
         group = mesh["sp"].get_group() if backend == "usp" else None
     several = (mesh["dp", "sp"]._flatten(), dist.new_group(backend="gloo")) if world > 1 else ()
@@ -1259,7 +1258,6 @@ def whole(x):  # of a tensor of which each rank holds a slice; all ranks call it
     return x.full_tensor() if is_sharded(x) else x
 
 # ---- Optimizer, checkpoints --------------------------------------------------------------------------------
-
 class MasterAdamW:
     """AdamW on fp32 master copies of the parameters (on the parameters themselves where they are fp32)."""
     def __init__(self, model, weight_decay):
@@ -1352,7 +1350,6 @@ def load_state(path, model, optimizer, progress):
     return {key: state[f"progress.{key}"].item() for key in progress}
 
 # ---- Options -----------------------------------------------------------------------------------------------
-
 def option(default, help, **more):
     return field(default=default, metadata={"help": help, **more})
 
@@ -1464,7 +1461,6 @@ def choose_kernels(asked, device):
         say("kernels on: compiled ones are installed" if KERNELS else f"kernels off, PyTorch only: {lost}")
 
 # ---- Training and evaluation -------------------------------------------------------------------------------
-
 class Run:
     """What training and evaluation share: draft, target, ranks, and how batches and the loss are taken."""
     def __init__(self, model, target, cfg, ranks, backend):
@@ -1542,7 +1538,7 @@ class Run:
         kind = "eval" if "eval" in line else "train"
         for name, x in line.get("eval", line).items() if self.board and "skipped_samples" not in line else ():
             for k, value in enumerate(x if isinstance(x, list) else [x]):
-                self.board.add_scalar(f"{kind}/{name}/{k}", value, line["step"])
+                self.board.add_scalar(f"{kind}/{name}" + f"_{k}" * isinstance(x, list), value, line["step"])
 
 def means(sums):
     """ce, kl, acc, tv (lists [K]), accept_len and that of a target that samples, of TTTOutput.sums."""
@@ -1788,7 +1784,6 @@ def plot(cfg):
     say(f"drew {Path(cfg.run) / 'plot.png'}")
 
 # ---- Speculative decoding ----------------------------------------------------------------------------------
-
 class Drafter:
     """Drafting as engines do it: a cache of draft keys for the verified prefix, rewritten from the target's
     true hidden states after every verification, and one appended key per drafted token."""
@@ -1947,7 +1942,6 @@ def generate_data(cfg):
             bar.update(len(asked))
 
 # ---- Command line ------------------------------------------------------------------------------------------
-
 # {command: (function, its flags beside `common`, those whose default is None: set elsewhere)}
 COMMANDS = {
     "train": (train, " ".join(TrainConfig.__dataclass_fields__), ()),
@@ -1980,17 +1974,20 @@ def main(arguments=None):
     command, *rest = arguments if arguments and arguments[0] in COMMANDS else ["train", *arguments]
     rest = ["--run", *rest] if command == "plot" and rest and rest[0][0] != "-" else rest
     cfg = parse(command, rest)
+    if LOST:
+        sys.exit(f"mtp.py: error: {LOST}")
     try:
-        require(not LOST, LOST)
         COMMANDS[command][0](cfg)
-    except Exception as error:
-        known = ValueError, OSError, SafetensorError, dcp.api.CheckpointException  # a full disk: the last two
-        if not isinstance(error, known) or os.environ.get("MTP_TRACEBACK"):
-            raise
-        print(f"mtp.py: error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
+    except BaseException as error:  # a CheckpointException is no Exception; its last line is the cause
+        state, lost = isinstance(error, dcp.api.CheckpointException), "closed by peer" in str(error)
+        known = state or lost or isinstance(error, (ValueError, OSError, SafetensorError))
+        if not known or os.environ.get("MTP_TRACEBACK"):
+            raise
+        said = "another rank has failed" if lost else str(error).splitlines()[-1] if state else error
+        tqdm.write(f"mtp.py: error: {said}", file=sys.stderr)
+        return 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
