@@ -120,7 +120,7 @@ def assert_same(a, b, **tolerance):
     for name, x, y in zip(mtp.TTTOutput._fields, a[0], b[0]):
         if x is None and y is None:
             continue
-        if name == "sums":  # the means, not yet divided
+        if name == "sums" and y is None:  # of the reference; they are the means, not yet divided
             out, n = b[0], b[0].count.double()
             y = torch.stack([out.ce * n, out.kl * n, out.acc * n, out.prefix_hits])
             x = torch.cat([x[:4], x[7:]])
@@ -2518,7 +2518,7 @@ def test_training_from_stored_states_is_training_from_text(family, tie, init, tm
     for a, b in zip(metrics(tmp_path / "text"), metrics(tmp_path / "stored"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["tokens"] == b["tokens"]
     assert_close_weights(tmp_path / "text", tmp_path / "stored", 1e-4)  # lr 1e-2, 4 steps of AdamW
-    target = mtp.Target(mtp.ModelOptions(), hollow, torch.device("cpu"), stored=True)
+    target = mtp.Target(mtp.TrainConfig(), hollow, torch.device("cpu"), stored=True)
     assert len(target.model.base_model.layers) == 0
     assert sum(p.numel() for p in target.model.parameters()) == (2 - tie) * 62 * 32 + 32
 
@@ -2536,7 +2536,7 @@ def test_states_that_vllm_wrote_are_normed(family, dtype, tmp_path):
         out = base(ids[None], output_hidden_states=True)
     layers = torch.stack([out.hidden_states[1][0], seen[0][0]], dim=1)  # (T, layers, C)
     save_file(dict(token_ids=ids, hidden_states=layers), tmp_path / "vllm.safetensors")
-    stored = mtp.Target(mtp.ModelOptions(), tmp_path / "target", torch.device("cpu"), stored=True)
+    stored = mtp.Target(mtp.TrainConfig(), tmp_path / "target", torch.device("cpu"), stored=True)
     found, mask = mtp.open_stored(tmp_path / "vllm.safetensors", stored)
     assert torch.equal(found, ids) and mask.all()
     sample = mtp.Sample("s", ids[5:], mask[5:].bool(), tmp_path / "vllm.safetensors", 5)
@@ -2548,7 +2548,7 @@ def test_states_that_vllm_wrote_are_normed(family, dtype, tmp_path):
 BROKEN = {  # edit of (tensors, metadata), or of the bytes; the reason that is given
     "truncated": (lambda data: data[:-100], "file not fully covered"),
     "not-safetensors": (lambda data: b"nothing of the kind", "deserializing header"),
-    "other-target": (lambda t, m: m.update(target_config_sha256="f" * 64), "of another target.*ffffffffffff"),
+    "other-target": (lambda t, m: m.update(target_config_sha256="f" * 64), "comes from another target"),
     "other-width": (lambda t, m: t.update(hidden_states=torch.zeros(t["input_ids"].numel(), 48)), "48.*, 32"),
     "too-short": (lambda t, m: t.update(hidden_states=t["hidden_states"][1:]), r"expected \(\d+, 32\)"),
     "nan": (lambda t, m: t["hidden_states"][3].fill_(math.nan), "holds nan or inf"),
@@ -2571,7 +2571,7 @@ def break_file(source, out, edit):
 def test_broken_files_are_skipped_named_and_counted(tiny, tmp_path, capsys):
     """Each kind beside good files, which are used; nothing but bad ones is an error before training."""
     good = capture(tiny, tmp_path / "good")
-    target = mtp.Target(mtp.ModelOptions(), tiny[0], torch.device("cpu"), stored=True)
+    target = mtp.Target(mtp.TrainConfig(), tiny[0], torch.device("cpu"), stored=True)
     for name, (edit, reason) in BROKEN.items():
         folder = tmp_path / name
         folder.mkdir()
@@ -2691,9 +2691,9 @@ def on_usp_ranks():
     model = wide_draft()
     batch = share(model, torch.randint(64, (1, 512)), torch.randn(1, 512, 128), 4)
     for recompute in (False, True):
-        found["kept", recompute], out = live_bytes(lambda: mtp.ttt_loss(
-            model, *batch, ttt_length=4, recompute=recompute, **options))
-        del out
+        kept = [live_bytes(lambda: mtp.ttt_loss(model, *batch, ttt_length=4, recompute=recompute, **options))[0]
+                for _ in range(4)]
+        found["kept", recompute] = min(kept)  # gloo's thread may let go of what it sent a moment later
     for H, G in HEADS:
         for recompute in (False, True):
             model, before = toy_draft(num_attention_heads=H, num_key_value_heads=G), sent()
