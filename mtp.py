@@ -16,6 +16,7 @@ keys and values of all steps kept: what is trained is what is later served, toke
   torchrun --nproc-per-node 8 mtp.py --backend usp ...      one long sequence split over 8 GPUs
   python mtp.py eval --draft DIR                            acceptance on held-out text
   python mtp.py generate --draft DIR --prompt TEXT          lossless speculative decoding
+  python mtp.py generate-data|capture|plot --help           own answers, stored hidden states, a picture
 
 Row t is the root of its own draft chain. What step k = 0..K-1 does in row t (h_t has seen x_0..x_t):
 
@@ -981,7 +982,6 @@ class Target:
             longest = spans[order[-1]][1]
             order, batch = order[:-max(1, budget // longest)], order[-max(1, budget // longest):]
             ids = nn.utils.rnn.pad_sequence([samples[i].input_ids[:spans[i][1]] for i in batch], True)
-            # padding is on the right: no real row of a causal model sees it
             hidden = self.model.base_model(ids.to(self.model.device), use_cache=False).last_hidden_state
             for row, i in zip(hidden.to(self.device), batch):
                 found[i] = row[slice(*spans[i])]
@@ -1009,8 +1009,7 @@ def find_target(path):
 
 DEMO = dict(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=8, head_dim=32,
             num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
-            n_shared_experts=1, first_k_dense_replace=1, intermediate_size=512, use_qk_norm=True,
-            max_position_embeddings=4096)
+            n_shared_experts=1, intermediate_size=512, use_qk_norm=True, max_position_embeddings=4096)
 
 def stdlib_files(every=1):
     """(training, held-out) files of Python's standard library, text every machine has; each 20th held out."""
@@ -1047,6 +1046,7 @@ def build_demo_target(path, steps=800, batch=8, length=128):
 
 def encode_messages(messages, tokenizer):
     """(input_ids, loss_mask of assistant tokens), by the template's markers, else by rendering prefixes."""
+    require(tokenizer.chat_template, "--data has messages, the target's tokenizer no chat template: use text")
     template = tokenizer.get_chat_template()
     if "{% generation" in template or "{%- generation" in template:
         out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -1365,8 +1365,8 @@ class TrainConfig:
     kernels: str = option("auto", "compiled kernels; auto: if built", choices=["auto", "on", "off"])
     data: list = option(None, "training files, .txt or .jsonl ({text} or {messages}); default: the demo's")
     hidden_states: list = option(None, "instead: directories of stored hidden states, see capture")
-    eval_data: list = option(None, "held-out files, or directories; default: every 20th training sample")
-    out: str = option("runs/demo", "draft directory to write, with checkpoints/ and metrics.jsonl")
+    eval_data: list = option(None, "held-out files, or directories; default: every 20th training document")
+    out: str = option("runs/demo", "what to write: draft directory (capture: states; generate-data: .jsonl)")
     init: str = option("auto", "warm (from the target's MTP layer), scratch, auto, or a draft directory")
     n_routed_experts: int = option(None, "E, for a dense target (default 8)")
     num_experts_per_tok: int = option(None, "A, for a dense target (default 2)")
@@ -1388,7 +1388,7 @@ class TrainConfig:
     steps: int = option(120, "optimizer steps")
     batch_size: int = option(8, "rows per optimizer step, over all ranks")
     micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
-    seq_len: int = option(256, "tokens per row: documents are packed into rows, longer ones cut")
+    seq_len: int = option(256, "tokens per row (capture: file): longer documents are cut")
     lr: float = option(None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm")
     lr_floor: float = option(0.1, "the cosine ends at lr times this")
     warmup_steps: int = option(20, "steps of linear warm-up")
@@ -1604,9 +1604,10 @@ def read_rows(cfg, target):
     samples, held = (paths and read_samples(paths, target, cfg.seq_len, cfg.ttt_length + 2)
                      for paths in (files, held))
     if not held:
-        require(len(samples) > 1, "--data holds a single sample, none can be held out; give --eval-data FILE")
-        every = min(20, len(samples))
-        samples, held = [s for i, s in enumerate(samples) if i % every], samples[::every]
+        names = [*dict.fromkeys(sample.name for sample in samples)]  # documents, of one or more samples
+        require(len(names) > 1, "--data holds a single document, none can be held out; give --eval-data FILE")
+        apart = {*names[::min(20, len(names))]}
+        samples, held = ([s for s in samples if (s.name in apart) == x] for x in (False, True))
     rows = pack([samples[i] for i in shuffled(len(samples), cfg.seed, -1)], cfg.seq_len)
     tokens = sum(len(sample.input_ids) for sample in samples)
     say(f"data: {tokens:,} tokens of {len(samples):,} samples in {len(rows):,} rows of {cfg.seq_len} (fill "
@@ -1971,6 +1972,8 @@ def parse(command, arguments):
 
 def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0][0] != "-" and arguments[0] not in COMMANDS:
+        sys.exit(f"mtp.py: error: {arguments[0]!r} is no command; there are {', '.join(COMMANDS)}")
     command, *rest = arguments if arguments and arguments[0] in COMMANDS else ["train", *arguments]
     rest = ["--run", *rest] if command == "plot" and rest and rest[0][0] != "-" else rest
     cfg = parse(command, rest)

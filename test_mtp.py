@@ -3263,11 +3263,15 @@ def walks(draft, prompts, dtype="bfloat16", most=40, length=96):
         [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True)["input_ids"]
         for text in lines]
     K, length, rounds, texts, found = cfg.ttt_length, int(length), [], [], {}
+
+    def text(prompt, answer):
+        ids = torch.tensor([*prompt, *answer])
+        return [mtp.Sample("answer", ids, torch.arange(len(ids)) >= len(prompt))]
+
     for ids in tqdm(asked, desc="decoding"):
         drafter = mtp.Drafter(model, cfg.recycle, cfg.zero_first_embedding)
         result = mtp.decode(target, ids, length, drafter, K)
-        answered = torch.arange(len(result.ids)) >= len(ids)
-        texts.append([mtp.Sample("answer", torch.tensor(result.ids), answered)])
+        texts.append(text(ids, result.ids[len(ids):]))
         rounds += result.rounds
     found["mtp.py decoding"] = len(rounds), [sum(n > k for n in rounds) / len(rounds) for k in range(K)]
     evaluation = mtp.Run(model, target, cfg, ranks, "fa").evaluate(texts)
@@ -3279,6 +3283,10 @@ def walks(draft, prompts, dtype="bfloat16", most=40, length=96):
             result, = vllm([dict(model=Path(folder) / "served", K=K, prompts=asked, max_tokens=length,
                                  max_model_len=longest, dtype=dtype)], Path(folder))
         found["vLLM"] = result["drafts"], [n / result["drafts"] for n in result["accepted"]]
+        theirs = [text(*pair) for pair in zip(asked, result["answers"])]
+        same = sum(a[0].input_ids[:len(b[0].input_ids)].equal(b[0].input_ids) for a, b in zip(texts, theirs))
+        walk = mtp.Run(model, target, cfg, ranks, "fa").evaluate(theirs)["walk"]
+        found[f"mtp.py eval on vLLM's text ({same} answers are the same)"] = result["drafts"], walk
     print(f"{len(asked)} prompts, {length} tokens each, greedy, {dtype}\n| walk | rounds | "
           f"{' | '.join(f'position {k}' for k in range(K))} | tokens per round |\n{'|---' * (K + 3)}|")
     for name, (n, accepted) in found.items():
