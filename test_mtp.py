@@ -3114,7 +3114,7 @@ def ablation_row(out, target, states, flags, apart, start, ways):
             for way in ways:
                 served = dataclasses.replace(run.cfg, ttt_length=3, recycle=way, step_weights=None)
                 found[way] = evaluate(mtp.Run(run.model, run.target, served, run.ranks, "fa"), rows)
-        file = out / ("after.json" if (out / "checkpoints").exists() else "before.json")
+        file = out / ("after.json" if mtp.saved_states(out) else "before.json")
         file.write_text(json.dumps(found))
         return found[ways[0]]
 
