@@ -1713,9 +1713,9 @@ def train_loop(run, optimizer, progress, rows, held):
         progress["step"], progress["tokens"] = step + 1, progress["tokens"] + sum(since.sizes[-len(batch):])
         last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
         if due(cfg.log_every) or last:
-            line = since.line(progress, load) | dict(grad_norm=norm, lr=lr)
-            run.append(line)
-            bar.set_postfix({x: line[x] for x in ("loss", "accept_len", "tokens_per_second")}, refresh=False)
+            run.append(line := since.line(progress, load) | dict(grad_norm=norm, lr=lr))
+            shown = {x: f"{line[x]:.4g}" for x in ("loss", "accept_len", "tokens_per_second")}
+            bar.set_postfix(shown, refresh=False)
             since = Interval(run)
         bar.update()
         if due(cfg.eval_every):
