@@ -16,7 +16,7 @@ keys and values of all steps kept: what is trained is what is later served, toke
   torchrun --nproc-per-node 8 mtp.py --backend usp ...      one long sequence split over 8 GPUs
   python mtp.py eval --draft DIR                            acceptance on held-out text
   python mtp.py generate --draft DIR --prompt TEXT          lossless speculative decoding
-  python mtp.py generate-data|capture|plot --help           own answers, stored hidden states, a picture
+  python mtp.py capture --target DIR --data F --out DIR     stored hidden states; also: generate-data, plot
 
 Row t is the root of its own draft chain. What step k = 0..K-1 does in row t (h_t has seen x_0..x_t):
 
