@@ -1022,7 +1022,7 @@ def build_demo_target(path, steps=800, batch=8, length=128):
     """Train the demo's tokenizer and target, a small GLM-4.x, on the standard library; save both."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
-    say(f"first run: builds the demo target from Python's standard library, about 2 minutes -> {path}")
+    say(f"first run: builds the demo target from Python's standard library, about 3 minutes -> {path}")
     texts, end = [file.read_text(errors="replace") for file in stdlib_files()[0]], "<|endoftext|>"
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=DEMO["vocab_size"], special_tokens=[end], show_progress=False)
