@@ -1173,13 +1173,13 @@ def capture(cfg):
     target = open_target(cfg, ranks)
     out.mkdir(parents=True, exist_ok=True)
     meta = dict(stage="post_norm", dtype=str(target.lm_head.dtype), target_config_sha256=target.sha256)
-    files = {}  # named after their content: what an interrupted capture has written stays
+    files = []  # named after their content: what an interrupted capture has written stays
     for number, sample in [*enumerate(read_samples(cfg.data, target, cfg.seq_len, 3))][ranks.rank::ranks.dp]:
         key = repr((sample.input_ids.tolist(), sample.loss_mask.tolist(), meta)).encode()
-        files[out / f"{number:06d}-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"] = sample
+        files.append((out / f"{number:06d}-{hashlib.sha256(key).hexdigest()[:12]}.safetensors", sample))
     with tqdm(total=len(files), disable=ranks.rank > 0) as bar:
         for i in range(0, len(files), 16):  # the same batches when it goes on: the same bits
-            part = [*files.items()][i:i + 16]
+            part = files[i:i + 16]
             lost = [file for file, _ in part if not file.exists()]
             states = target.states([sample for _, sample in part]) if lost else ()
             for (file, sample), hidden in zip(part, states):

@@ -4694,59 +4694,22 @@ class Emulated:
         error = self.lib.mtp_emulate_error().decode()
         assert status == 0 and not error, error
 
-    def merge(self, o_0, lse_0, q, ks, vs, scale):
+    def call_merge(self, name, q, ks, *args):
+        """A launcher of the merge: dtype and sizes first, as both take them."""
         B, T, H, D = q.shape
+        self.call(name, DTYPES.index(q.dtype), B * T, H, ks[0].shape[2], D, len(ks), *args)
+
+    def merge(self, o_0, lse_0, q, ks, vs, scale):
         out, lse = torch.empty_like(q), torch.empty_like(lse_0)
-        self.call(
-            "merge_forward",
-            DTYPES.index(q.dtype),
-            B * T,
-            H,
-            ks[0].shape[2],
-            D,
-            len(ks),
-            scale,
-            o_0,
-            lse_0,
-            q,
-            ks,
-            vs,
-            out,
-            lse,
-        )
+        self.call_merge("merge_forward", q, ks, scale, o_0, lse_0, q, ks, vs, out, lse)
         return out, lse
 
     def merge_backward(self, dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
-        B, T, H, D = q.shape
-        dq, dks, dvs = (
-            torch.empty_like(q),
-            [torch.empty_like(k) for k in ks],
-            [torch.empty_like(v) for v in vs],
-        )
+        dq, dks, dvs = torch.empty_like(q), *([torch.empty_like(x) for x in xs] for xs in (ks, vs))
         first = () if o_0 is None else (torch.empty_like(q), torch.empty_like(lse))
-        self.call(
-            "merge_backward",
-            DTYPES.index(q.dtype),
-            B * T,
-            H,
-            ks[0].shape[2],
-            D,
-            len(ks),
-            scale,
-            dout,
-            q,
-            ks,
-            vs,
-            out,
-            lse,
-            o_0,
-            lse_0,
-            dq,
-            dks,
-            dvs,
-            *(first or (None, None)),
-            torch.empty_like(q, dtype=lse.dtype),
-        )
+        scratch = torch.empty_like(q, dtype=lse.dtype)
+        self.call_merge("merge_backward", q, ks, scale, dout, q, ks, vs, out, lse, o_0, lse_0, dq, dks, dvs,
+                        *(first or (None, None)), scratch)
         return dq, dks, dvs, *first
 
     def experts(self, dy, x, index, w, gate_up, down):

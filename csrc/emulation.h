@@ -236,16 +236,15 @@ inline unsigned match_any(int value, int line) {
 #define gridDim emulation::grid_dim
 
 inline int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
-inline float __uint_as_float(uint32_t u) {
-  float f;
-  std::memcpy(&f, &u, 4);
-  return f;
+template <typename To, typename From>
+inline To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
 }
-inline uint32_t __float_as_uint(float f) {
-  uint32_t u;
-  std::memcpy(&u, &f, 4);
-  return u;
-}
+inline float __uint_as_float(uint32_t u) { return same_bits<float>(u); }
+inline uint32_t __float_as_uint(float f) { return same_bits<uint32_t>(f); }
 struct Bits {
   unsigned short bits;
 };
@@ -256,17 +255,8 @@ inline Bits __float2bfloat16_rn(float f) {
   const uint32_t u = __float_as_uint(f);
   return {(unsigned short)(f != f ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16)};
 }
-inline Bits __float2half_rn(float f) {
-  const _Float16 h = (_Float16)f;
-  Bits b;
-  std::memcpy(&b, &h, 2);
-  return b;
-}
-inline float __half2float(Bits b) {
-  _Float16 h;
-  std::memcpy(&h, &b, 2);
-  return (float)h;
-}
+inline Bits __float2half_rn(float f) { return same_bits<Bits>((_Float16)f); }
+inline float __half2float(Bits b) { return (float)same_bits<_Float16>(b); }
 
 extern "C" {
 __attribute__((used)) inline const char* mtp_emulate_error() {  // of the launches since the last call
