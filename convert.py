@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from mtp import (DENSE, MTP, Checkpoint, atomic, find_target, load_draft, mtp_prefix, native_views,
-                 read_target_config, sha256)
+                 read_target_config, require, sha256)
 
 SHARD, INDEX = "model-mtp.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -343,6 +343,8 @@ def write(plan, folder):
 def check(folder):
     """(problems, metadata of the draft's shard) of a serving directory: what is wrong, one line each."""
     folder, problems, entries, metadata = Path(folder), [], {}, {}
+    for name in ("config.json", INDEX):
+        require((folder / name).is_file(), f"{folder} has no {name}: expected a directory that --out named")
     config, index = (json.loads((folder / name).read_text()) for name in ("config.json", INDEX))
     files = index["weight_map"]
     for path in sorted(folder.glob("*.safetensors")):

@@ -1189,6 +1189,7 @@ def capture(cfg):
                         save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, aside,
                                   metadata={**meta, "sample": sample.name})
             bar.update(len(part))
+    say(f"hidden states written, a file per sample; train with --target {cfg.target} --hidden-states {out}")
 
 # ---- Distributed -------------------------------------------------------------------------------------------
 class Ranks(NamedTuple):
@@ -1228,8 +1229,7 @@ def all_sum(tensor):  # over all ranks, in place
         dist.all_reduce(tensor)
     return tensor
 def barrier(ranks):
-    if ranks.dp * ranks.sp > 1:
-        dist.barrier()
+    return ranks.dp * ranks.sp > 1 and dist.barrier()
 def say(text):
     if int(os.environ.get("RANK", 0)) == 0:  # above the progress bar, if there is one
         tqdm.write(text, file=sys.stdout)
@@ -1308,8 +1308,7 @@ def atomic(path, ranks=Ranks()):
         fsync(path.parent)
 
 def fsync(path):
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
+    os.fsync(fd := os.open(path, os.O_RDONLY))
     os.close(fd)
 def saved_states(out):  # complete ones, oldest first
     found = (path for path in (Path(out) / "checkpoints").glob("step-*") if path.name[5:].isdigit())
@@ -1357,27 +1356,27 @@ SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_
 
 @dataclass
 class TrainConfig:
-    target: str = option(None, "HF checkpoint directory or hub id; default: the demo's, or the draft's")
+    target: str = option(None, "HF directory or hub id; default: the demo's, or the draft's", group="target")
     dtype: str = option("auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
     target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
     trust_remote_code: bool = option(False, "let the target's repository run its own code")
     kernels: str = option("auto", "compiled kernels; auto: if built", choices=["auto", "on", "off"])
-    data: list = option(None, "training files, .txt or .jsonl ({text} or {messages}); default: the demo's")
+    data: list = option(None, ".txt or .jsonl ({text} or {messages}); default: the demo's", group="data")
     hidden_states: list = option(None, "instead: directories of stored hidden states, see capture")
     eval_data: list = option(None, "held-out files, or directories; default: every 20th training document")
     out: str = option("runs/demo", "what to write: draft directory (capture: states; generate-data: .jsonl)")
-    init: str = option("auto", "warm (from the target's MTP layer), scratch, auto, or a draft directory")
+    init: str = option("auto", "warm (target's MTP layer), scratch, auto or a draft directory", group="draft")
     n_routed_experts: int = option(None, "E, for a dense target (default 8)")
     num_experts_per_tok: int = option(None, "A, for a dense target (default 2)")
     moe_intermediate_size: int = option(None, "F, for a dense target; F * n_shared_experts = its MLP width")
     n_shared_experts: int = option(None, "for a dense target (default 4)")
     backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp fa, rows split over ranks",
-                          choices=[*BACKENDS, "auto"], also="--attention-backend")
+                          choices=[*BACKENDS, "auto"], also="--attention-backend", group="attention")
     sp: int = option(None, "usp: ranks that share a row; default all")
     fsdp: str = option("auto", "FSDP2 for the draft; auto: with several ranks", choices=["auto", "on", "off"])
     recompute: bool = option(False, "compute a step's activations again in the backward pass: less memory")
-    ttt_length: int = option(3, "K, draft steps trained from every row")
+    ttt_length: int = option(3, "K, draft steps trained from every row", group="objective")
     recycle: str = option("post", "fed to the next step: README, Serving", choices=["post", "pre", "both"])
     zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
     loss: str = option("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
@@ -1385,7 +1384,7 @@ class TrainConfig:
     decay: float = option(0.8, "step k weighs decay ** k")
     step_weights: str = option(None, "instead: a weight for each step, e.g. 0.5,0.3,0.2")
     rollout: str = option("data", "later steps embed the data, or drafted tokens", choices=["data", "draft"])
-    steps: int = option(120, "optimizer steps")
+    steps: int = option(120, "optimizer steps", group="optimization")
     batch_size: int = option(8, "rows per optimizer step, over all ranks")
     micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
     seq_len: int = option(256, "tokens per row (capture: file): longer documents are cut")
@@ -1396,18 +1395,18 @@ class TrainConfig:
     clip: float = option(1.0, "largest global gradient norm")
     balance_rate: float = option(None, "step of the router's bias; default 0.01 from scratch, 0 warm")
     seed: int = option(0, "of initialisation and data order")
-    eval_every: int = option(0, "evaluate every N steps, best draft to OUT/best; 0: only before and after")
+    eval_every: int = option(0, "steps between evaluations, best to OUT/best; 0: at both ends", group="run")
     eval_rows: int = option(32, "held-out rows per evaluation")
-    save_every: int = option(100, "save the training state every N steps (and at the end)")
+    save_every: int = option(100, "steps between training states; 0: only at the end")
     background_save: bool = option(False, "go on training while the state is written")
     keep: int = option(2, "training states kept")
-    log_every: int = option(10, "steps per line of metrics.jsonl")
+    log_every: int = option(10, "steps per line of metrics.jsonl; 0: only the last")
     tensorboard: bool = option(False, "write OUT/tensorboard, too (pip install tensorboard)")
     resume: str = option(None, "auto, never or a checkpoints/step-N; default: auto if torchrun restarts it")
 
 @dataclass
 class Options(TrainConfig):  # what other commands take as well
-    draft: str = option(None, "draft directory")
+    draft: str = option(None, "draft directory", group="this command's own")
     prompt: str = option(None, "text to continue")
     chat: bool = option(False, "put the prompt through the tokenizer's chat template")
     temperature: float = option(0.0, "of sampling; 0: greedy decoding")
@@ -1419,8 +1418,7 @@ class Options(TrainConfig):  # what other commands take as well
 
 def check_train_config(cfg):
     """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
-    sizes = "ttt_length steps batch_size micro_batch_size eval_rows save_every keep log_every topk"
-    for name in sizes.split():
+    for name in "steps topk ttt_length batch_size micro_batch_size eval_rows keep".split():
         require(getattr(cfg, name) > 0, f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts: raise it")
     require(bool(cfg.data) + bool(cfg.hidden_states) == bool(cfg.target), "give --target DIR with either "
@@ -1520,10 +1518,13 @@ class Run:
         (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
         return {**means(tally), "walk": [n / max(1, n_rounds) for n in accepted], "rows": int(tally[7, 0]),
                 "accept_len_walk": 1 + sum(accepted) / max(1, n_rounds)}
-    def report(self, rows, step, label):
+    def report(self, rows, progress, label):
         result = self.evaluate(rows)
-        say(acceptance_table({label: result}))
-        self.append({"step": int(step), "eval": result})
+        say(acceptance_table(label, result))
+        self.append({"step": int(progress["step"]), "eval": result})
+        if self.cfg.eval_every and label != "before" and result["accept_len"] > progress["best"]:
+            progress["best"] = result["accept_len"]
+            self.write_draft(Path(self.cfg.out) / "best")
         return result
     def write_draft(self, path):
         cfg, target = self.cfg, self.target
@@ -1561,12 +1562,11 @@ def walk(hits, loss_mask, docs):
             root += n + 1
     return total
 
-def acceptance_table(results):
-    lengths, lines = ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy"), []
-    for label, row in results.items():
-        figures = {f"acc_{k}": x for k, x in enumerate(row["acc"])} | {name: row[name] for name in lengths}
-        lines.append(f"{label:8}" + "".join(f"{x:{len(name) + 2}.3f}" for name, x in figures.items()))
-    return "\n".join([" " * 8 + "".join(f"  {name}" for name in figures), *lines])
+def acceptance_table(label, row):
+    lengths = ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy")
+    figures = {f"acc_{k}": x for k, x in enumerate(row["acc"])} | {name: row[name] for name in lengths}
+    figures = {f"  {name}": f"{x:{len(name) + 2}.3f}" for name, x in figures.items()}
+    return f"{'':8}{''.join(figures)}\n{label:8}{''.join(figures.values())}"
 
 def open_target(cfg, ranks):
     """The target of --target, else the demo's, which rank 0 builds in the first run."""
@@ -1639,8 +1639,8 @@ def train(cfg):
     cfg = replace(cfg, lr=cfg.lr or (3e-3 if scratch else 1e-4),
                   balance_rate=0.01 * scratch if cfg.balance_rate is None else cfg.balance_rate)
     say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{'scratch' if scratch else 'warm'}, {target.lm_head.dtype} on {ranks.dp} x {ranks.sp} "
-        f"{ranks.device.type} ranks (data x sequence), for {target.path}")
+        f"{'scratch' if scratch else cfg.init.replace('auto', 'warm')}, {target.lm_head.dtype} on "
+        f"{ranks.dp} x {ranks.sp} {ranks.device.type} ranks (data x sequence), for {target.path}")
     run = Run(model, target, cfg, ranks, backend)
     if cfg.fsdp == "on" or cfg.fsdp == "auto" and ranks.mesh:
         require(ranks.mesh, "--fsdp on needs several ranks: start with torchrun --nproc-per-node N")
@@ -1648,14 +1648,14 @@ def train(cfg):
     optimizer = MasterAdamW(model, cfg.weight_decay)
     progress, results = start_or_resume(run, optimizer), {}
     if not progress["step"]:
-        results["before"] = run.report(held, 0, "before")
+        results["before"] = run.report(held, progress, "before")
         ce, chance = results["before"]["ce"][0], math.log(shape.vocab_size)
         if not scratch and ce > 0.9 * chance:
             say(f"warning: the warm start's step-0 loss {ce:.2f} is near ln V = {chance:.2f}, as if random")
     if stopped := train_loop(run, optimizer, progress, rows, held):
         say(f"stopped by {stopped} after step {progress['step']:.0f}; state saved, --resume auto goes on")
         return results
-    results["after"] = run.report(held, progress["step"], "after")
+    results["after"] = run.report(held, progress, "after")
     found = torch.zeros(ranks.dp * ranks.sp, 2, dtype=torch.float64, device=ranks.device)
     found[ranks.rank] = torch.tensor([peak_memory(ranks.device), AllToAll.bytes_sent]) / 2 ** 20
     for i, (peak, sent) in enumerate(all_sum(found).tolist()):
@@ -1718,11 +1718,8 @@ def train_loop(run, optimizer, progress, rows, held):
             bar.set_postfix(shown, refresh=False)
             since = Interval(run)
         bar.update()
-        if due(cfg.eval_every):
-            result = run.report(held, step + 1, f"{step + 1}")
-            if result["accept_len"] > progress["best"]:
-                progress["best"] = result["accept_len"]
-                run.write_draft(Path(cfg.out) / "best")
+        if due(cfg.eval_every) and not last:
+            run.report(held, progress, f"{step + 1}")
         if due(cfg.save_every) or last or stop:
             saving.close()
             run.write_draft(cfg.out)
@@ -1772,8 +1769,7 @@ def plot(cfg):
     from matplotlib.figure import Figure
     lines = [json.loads(line) for line in (Path(cfg.run) / "metrics.jsonl").read_text().splitlines()]
     trained, held = [x for x in lines if "loss" in x], [x | x["eval"] for x in lines if "eval" in x]
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    left, right = (figure := Figure(figsize=(10, 4), layout="constrained")).subplots(1, 2)
     for k in range(len(trained[0]["acc"]) if trained else 0):
         left.plot([x["step"] for x in trained], [x["acc"][k] for x in trained], f"C{k}", label=f"step {k}")
         left.plot([x["step"] for x in held], [x["acc"][k] for x in held], f"C{k}o")
@@ -1860,7 +1856,7 @@ def open_draft(cfg):
     (model, meta), ranks = load_draft(cfg.draft), start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(replace(cfg, target=cfg.target or meta["target"]), ranks)
     require(target.sha256 == meta["target_config_sha256"], f"{cfg.draft} was trained for another target")
-    model.to(target.device).set_target(target.embed, target.lm_head)
+    model.to(target.device, target.lm_head.dtype).set_target(target.embed, target.lm_head)
     chosen = {name: getattr(cfg, name) or meta[name] for name in ("recycle", "ttt_length")}
     return model, target, ranks, replace(cfg, zero_first_embedding=meta["zero_first_embedding"], **chosen)
 
@@ -1871,7 +1867,7 @@ def evaluate_command(cfg):
     samples = read_samples(cfg.data or stdlib_files(every=6)[1], target, cfg.seq_len, cfg.ttt_length + 2)
     rows = pack(samples, cfg.seq_len)
     result = Run(model, target, cfg, ranks, backend).evaluate(rows[::-(-len(rows) // cfg.eval_rows)])
-    say(acceptance_table({"draft": result}))
+    say(acceptance_table("draft", result))
     say(f"walk: accepted per position {' '.join(f'{x:.3f}' for x in result['walk'])}; "
         f"{result['rows']:,} rows counted")
 
@@ -1902,8 +1898,7 @@ def check_lossless(plain, fast, dtype):
     """Print that drafting changed no token, or where rounding let it; ValueError if it was not rounding."""
     if plain.answer == fast.answer:
         return print("lossless: token for token the target's own greedy answer")
-    pairs = enumerate(zip(plain.answer, fast.answer))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(plain.answer), len(fast.answer)))
+    at = len(os.path.commonprefix([plain.answer, fast.answer]))
     best, lead = plain.margins[at]
     ulps = lead / 2.0 ** math.frexp(best)[1] / torch.finfo(dtype).eps * 2
     print(f"differs from plain greedy decoding from token {at} on: two best logits {ulps:.1f} ulps apart")
@@ -1958,8 +1953,11 @@ def parse(command, arguments):
     run, names, unset = COMMANDS[command]
     common = "target dtype device target_device_map trust_remote_code kernels" if command != "plot" else ""
     parser = argparse.ArgumentParser(
-        prog=f"mtp.py {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"mtp.py {command}", usage="%(prog)s [--flag value ..]", allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__ if command == "train" else run.__doc__)
+    group, title = lru_cache(parser.add_argument_group), None  # titles: of a field and the ones after it
+    titles = {f.name: (title := f.metadata.get("group", title)) for f in fields(Options)}
     for f in (f for f in fields(Options) if f.name in f"{names} {common}".split()):
         flags = ["--" + f.name.replace("_", "-"), *filter(None, [f.metadata.get("also")])]
         default = None if f.name in unset else f.default
@@ -1967,7 +1965,7 @@ def parse(command, arguments):
             type={"int": int, "float": float}.get(f.type, str), choices=f.metadata.get("choices"),
             nargs="+" if f.type == "list" else None)
         text = f.metadata["help"] + ("" if default in (None, False) else f" (default {default})")
-        parser.add_argument(*flags, dest=f.name, default=default, help=text, **how)
+        group(titles[f.name]).add_argument(*flags, dest=f.name, default=default, help=text, **how)
     return Options(**dict.fromkeys(unset) | vars(parser.parse_args(arguments)))
 
 def main(arguments=None):
@@ -1986,9 +1984,11 @@ def main(arguments=None):
     except BaseException as error:  # a CheckpointException is no Exception; its last line is the cause
         state, lost = isinstance(error, dcp.api.CheckpointException), "closed by peer" in str(error)
         known = state or lost or isinstance(error, (ValueError, OSError, SafetensorError))
+        said = "another rank has failed" if lost else str(error).splitlines()[-1] if state else error
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's summary
+            Path(report).write_text(json.dumps({"message": repr(error) if not known else f"{said}"}))
         if not known or os.environ.get("MTP_TRACEBACK"):
             raise
-        said = "another rank has failed" if lost else str(error).splitlines()[-1] if state else error
         tqdm.write(f"mtp.py: error: {said}", file=sys.stderr)
         return 2
     finally:

@@ -62,6 +62,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.autograd import gradcheck
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
@@ -1852,6 +1853,18 @@ def test_eval_on_generated_text_is_what_generate_measured(tiny, trained):
     assert sum(rounds) > 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_runs_in_the_dtype_of_its_target(tiny, trained, dtype):
+    """As in an engine, whatever it was stored in; the router's scores are fp32 in any case."""
+    cfg = mtp.Options(draft=str(trained), target=tiny[0], dtype=str(dtype)[6:], recycle=None, ttt_length=None)
+    model, target, *_ = mtp.open_draft(cfg)
+    found = {name: x.dtype for name, x in model.state_dict().items()}
+    assert target.lm_head.dtype == dtype
+    assert found.pop("mlp.gate.weight") == found.pop("mlp.gate.e_score_correction_bias") == torch.float32
+    assert {*found.values()} == {dtype}
+    assert mtp.decode(target, [7, 9], 8, mtp.Drafter(model), 3).rounds
+
+
 def test_an_end_token_ends_the_answer_and_its_round_counts_whole(tiny, trained):
     target, (model, _) = load_target(tiny[0]), mtp.load_draft(trained)
     model.set_target(target.embed, target.lm_head)
@@ -2111,6 +2124,7 @@ def test_old_states_rotate_and_best_is_kept(tiny, tmp_path):
     mtp.train(options(tiny, tmp_path / "run", steps=8, keep=2, eval_every=2))
     assert [p.name for p in mtp.saved_states(tmp_path / "run")] == ["step-6", "step-8"]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert [line["step"] for line in lines if "eval" in line] == [0, 2, 4, 6, 8]  # the last one once
     best = max(line["eval"]["accept_len"] for line in lines if "eval" in line)
     target = load_target(tiny[0])
     cfg = options(tiny, "unused")
@@ -2457,9 +2471,10 @@ def test_states_of_many_ranks_rotate(tiny, uninterrupted, tmp_path):
 
 # ---- stored hidden states
 
-def test_capture_writes_what_is_missing_and_no_more(tiny, tmp_path):
+def test_capture_writes_what_is_missing_and_no_more(tiny, tmp_path, capsys):
     """A file per sample, of what a sample's own forward pass gives. Anew: nothing, or what was lost."""
     files = capture(tiny, tmp_path / "states")
+    assert f"train with --target {tiny[0]} --hidden-states {tmp_path}/states" in capsys.readouterr().out
     target, lost = load_target(tiny[0]), load_file(files[5])
     samples = mtp.read_samples([tiny[1]], target, 48, 3)
     assert len(files) == len(samples) == 40
@@ -2680,8 +2695,8 @@ HEADS = [(4, 1), (4, 2), (4, 4), (8, 2), (12, 3)]  # H, G; of 4 ranks each G but
 
 
 class Copies:
-    """all_to_all_single on copies that live on: whichever thread lets go last frees a tensor, gloo's own or ours,
-    and the allocator's events are those of ours alone."""
+    """all_to_all_single on copies that live on: whichever thread lets go last frees a tensor, gloo's own or
+    ours, and the allocator's events are those of ours alone."""
     def __init__(self):
         self.held, self.exchange = [], dist.all_to_all_single
 
@@ -2988,6 +3003,20 @@ def test_impossible_commands_name_the_remedy(arguments, says, capsys, monkeypatc
     assert said.startswith("mtp.py: error: ") and says in said and "Traceback" not in said
 
 
+def test_torchruns_summary_names_the_error(tmp_path, monkeypatch, capsys):
+    """It quotes a file that the rank writes, read here by torch's own class."""
+    def broken(cfg):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    quoted = lambda: ProcessFailure(0, 1, 2, str(tmp_path / "error.json")).message
+    assert mtp.main(["--steps", "0"]) == 2 and quoted() == "--steps 0 must be at least 1"
+    monkeypatch.setitem(mtp.COMMANDS, "plot", (broken, "run", ()))
+    with pytest.raises(RuntimeError):
+        mtp.main(["plot", "x"])
+    assert quoted() == "RuntimeError('a fault of ours')"
+
+
 def test_unknown_flags_and_values_are_refused(capsys):
     for arguments in (["--stepz", "3"], ["--backend", "flash"], ["--step", "3"], ["eval", "--lr", "1"]):
         with pytest.raises(SystemExit) as stop:
@@ -3267,14 +3296,15 @@ def write_prompts(folder="."):
 
 def walks(draft, prompts, dtype="bfloat16", most=40, length=96):
     """Tokens per round of `most` prompts by three ways that have to agree: decoding here, `eval`'s walk over
-    the answers, and, where MTP_VLLM_PYTHON names its environment, stock vLLM with what convert.py writes."""
+    the answers, and, where MTP_VLLM_PYTHON names its environment, stock vLLM with what convert.py writes; and
+    the time that both take with and without the draft, one prompt at a time."""
     cfg = mtp.Options(draft=str(draft), dtype=dtype, recycle=None, ttt_length=None, backend="fa")
     model, target, ranks, cfg = mtp.open_draft(cfg)
     lines = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()][:int(most)]
     asked = [target.tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True)["input_ids"]
         for text in lines]
-    K, length, rounds, texts, found = cfg.ttt_length, int(length), [], [], {}
+    K, length, rounds, texts, found, times = cfg.ttt_length, int(length), [], [], {}, {}
 
     def text(prompt, answer):
         ids = torch.tensor([*prompt, *answer])
@@ -3282,9 +3312,11 @@ def walks(draft, prompts, dtype="bfloat16", most=40, length=96):
 
     for ids in tqdm(asked, desc="decoding"):
         drafter = mtp.Drafter(model, cfg.recycle, cfg.zero_first_embedding)
-        result = mtp.decode(target, ids, length, drafter, K)
+        result, plain = mtp.decode(target, ids, length, drafter, K), mtp.decode(target, ids, length)
         texts.append(text(ids, result.ids[len(ids):]))
         rounds += result.rounds
+        for name, x in (("with", result), ("without", plain)):
+            times["mtp.py", name] = times.get(("mtp.py", name), 0) + length / x.speed
     found["mtp.py decoding"] = len(rounds), [sum(n > k for n in rounds) / len(rounds) for k in range(K)]
     evaluation = mtp.Run(model, target, cfg, ranks, "fa").evaluate(texts)
     found["mtp.py eval on that text"] = len(rounds), evaluation["walk"]
@@ -3292,8 +3324,10 @@ def walks(draft, prompts, dtype="bfloat16", most=40, length=96):
         with tempfile.TemporaryDirectory() as folder:
             convert_cli(draft, "--out", Path(folder) / "served")
             longest = max(map(len, asked)) + length + K + 1
-            result, = vllm([dict(model=Path(folder) / "served", K=K, prompts=asked, max_tokens=length,
-                                 max_model_len=longest, dtype=dtype)], Path(folder))
+            jobs = [dict(model=Path(folder) / "served", K=k, prompts=asked, max_tokens=length,
+                         max_model_len=longest, dtype=dtype) for k in (K, 0)]
+            result, plain = vllm(jobs, Path(folder))
+        times |= {("vLLM", "with"): result["seconds"], ("vLLM", "without"): plain["seconds"]}
         found["vLLM"] = result["drafts"], [n / result["drafts"] for n in result["accepted"]]
         theirs = [text(*pair) for pair in zip(asked, result["answers"])]
         same = sum(a[0].input_ids[:len(b[0].input_ids)].equal(b[0].input_ids) for a, b in zip(texts, theirs))
@@ -3304,6 +3338,9 @@ def walks(draft, prompts, dtype="bfloat16", most=40, length=96):
     for name, (n, accepted) in found.items():
         print(f"| {name} | {n:,} | {' | '.join(f'{x:.3f}' for x in accepted)} | {1 + sum(accepted):.3f} |")
     print(f"eval on that text, all rows: accept_len {evaluation['accept_len']:.3f}")
+    for (name, how), seconds in times.items():
+        print(f"{name} {how} drafting: {len(asked) * length / seconds:.1f} tokens/s, {os.cpu_count()} cores, "
+              f"{torch.get_num_threads()} threads, {times[name, 'without'] / seconds:.2f}x")
 
 
 # ---- Side by side with other programs: python test_mtp.py --peers PYTHON [T] -------------------------------
@@ -4000,6 +4037,11 @@ def test_a_failed_run_leaves_nothing(tmp_path, monkeypatch):
     assert before == {f.name: f.read_bytes() for f in (tmp_path / "good").iterdir()}
 
 
+def test_check_of_another_folder_says_what_it_lacks(tmp_path, capsys):
+    convert_cli("--check", tmp_path, expect=2)
+    assert f"{tmp_path} has no config.json: expected a directory that --out named" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mutation, message", [
     ("missing", "is missing"), ("unindexed", "the index says nothing"), ("fused", "one tensor per expert"),
     ("extra head", "belongs to no MTP layer"), ("shape", "has shape"), ("nan", "nan or inf"),
@@ -4358,9 +4400,10 @@ def test_generate_data_resumes_where_it_stopped(tiny, tmp_path):
 # ---- convert.py: in a real engine (-m serve) ---------------------------------------------------------------
 
 VLLM_DRIVER = '''
-import gc, json, os, sys
+import gc, json, os, sys, time
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1",
-                  VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1")
+                  VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.spec_decode import llm_base_proposer
@@ -4379,26 +4422,34 @@ llm_base_proposer.SpecDecodeBaseProposer.propose = recording
 
 def counters(llm):
     found = {m.name: m for m in llm.get_metrics()}
-    per_position = found.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+    if "vllm:spec_decode_num_drafts" not in found:  # without drafting
+        return {"drafts": 0, "accepted": []}
+    per_position = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
     return {"drafts": found["vllm:spec_decode_num_drafts"].value, "accepted": list(per_position.values)}
 
 results = []
 for job in json.load(open(sys.argv[1])):
+    drafting = {"method": "mtp", "num_speculative_tokens": job["K"]} if job["K"] else None
     llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job.get("dtype", "float32"),
               enforce_eager=True, max_model_len=job["max_model_len"], max_num_seqs=1,
               kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False, disable_log_stats=False,
-              speculative_config={"method": "mtp", "num_speculative_tokens": job["K"]})
+              speculative_config=drafting)
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True)
-    answers, drafted, before = [], [], counters(llm)
+    answers, drafted, seconds = [], [], 0.0
+    llm.generate([{"prompt_token_ids": job["prompts"][0]}], sampling, use_tqdm=False)  # warm-up
+    before = counters(llm)
     for ids in job["prompts"]:
         chains.clear()
+        began = time.perf_counter()
         out, = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        seconds += time.perf_counter() - began
         answers.append(list(out.outputs[0].token_ids))
         drafted.append(list(chains))
     after = counters(llm)
-    results.append({"answers": answers, "chains": drafted, "drafts": after["drafts"] - before["drafts"],
-                    "accepted": [a - b for a, b in zip(after["accepted"],
-                                                       before["accepted"] + [0] * job["K"])]})
+    before["accepted"] += [0] * job["K"]
+    results.append({"answers": answers, "chains": drafted, "seconds": seconds,
+                    "drafts": after["drafts"] - before["drafts"],
+                    "accepted": [a - b for a, b in zip(after["accepted"], before["accepted"])]})
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
@@ -5473,8 +5524,10 @@ def bench_moe(C=1024, width=512, E=64, A=8, T=4096):
             print(f"  {name:42s} saved for backward {size / 2**20:7.0f} MiB")
 
 
-class Matmuls(TorchDispatchMode):
-    """Records the matrix products that run under it, to be run again on their own."""
+class Products(TorchDispatchMode):
+    """Records matrix products and flash attention calls that run under it, to be run again on their own."""
+    ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
     def __init__(self):
         super().__init__()
         self.calls, self.held = [], {}
@@ -5486,18 +5539,22 @@ class Matmuls(TorchDispatchMode):
         return self.held[key]
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            self.calls.append((function.overloadpacket, [self.like(x) for x in args if torch.is_tensor(x)]))
+        packet = function.overloadpacket
+        if packet in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.calls.append((packet, [self.like(x) for x in args if torch.is_tensor(x)], {}))
+        elif packet.__name__.startswith(self.ATTENTION):
+            self.calls.append((packet, args, kwargs or {}))
         return function(*args, **(kwargs or {}))
 
     def replay(self):
-        for function, args in self.calls:
-            function(*args)
+        for function, args, kwargs in self.calls:
+            function(*args, **kwargs)
 
 
 def bench_step():
-    """A whole training step, forward and backward, against the matrix products it consists of."""
-    for T, C, V, K, E, A, width in ((256, 256, 8192, 4, 8, 2, 128), (2048, 1024, 32000, 3, 32, 4, 512)):
+    """A whole training step, forward and backward, against the products it consists of."""
+    for T, C, V, K, E, A, width, seconds in ((256, 256, 8192, 4, 8, 2, 128, 20),
+                                             (2048, 1024, 32000, 3, 32, 4, 512, 150)):
         H, G, D = (8, 2, 32) if C == 256 else (16, 4, 64)
         model = mtp.MTP(mtp.MTPConfig(
             vocab_size=V, hidden_size=C, num_attention_heads=H, num_key_value_heads=G, head_dim=D,
@@ -5510,12 +5567,15 @@ def bench_step():
             model.zero_grad(set_to_none=True)
             mtp.ttt_loss(model, ids, hidden, ttt_length=K, backend=backend).loss.backward()
 
-        with Matmuls() as matmuls:
+        with Products() as products, mock.patch.object(mtp, "experts", mtp.experts_ref):  # one by one
             step(False)
-        floor = "its matrix products alone (floor)"
-        found = medians({floor: matmuls.replay, "mtp.py fa, kernels on": lambda: step(True),
+        kinds = [function.__name__ for function, *_ in products.calls]
+        assert kinds.count("mm") >= K * (E * 6 + 18) and kinds.count(Products.ATTENTION) == K
+        assert kinds.count(f"{Products.ATTENTION}_backward") == K
+        floor = "its products and flash attention alone"
+        found = medians({floor: products.replay, "mtp.py fa, kernels on": lambda: step(True),
                          "mtp.py fa, kernels off": lambda: step(False),
-                         "mtp.py sdpa, kernels off": lambda: step(False, "sdpa")}, 20)
+                         "mtp.py sdpa, kernels off": lambda: step(False, "sdpa")}, seconds)
         note = f"T={T} C={C} V={V} K={K} E={E} A={A} F={width} H={H} G={G} D={D}, fp32"
         table("training step", found, found[floor], note)
 
