@@ -1142,7 +1142,8 @@ def test_two_runs_are_bitwise_equal():
 
 # ---- The chunked loss --------------------------------------------------------------------------------------
 
-needs_built = pytest.mark.skipif(not mtp.KERNELS, reason="build them: python setup.py build_ext --inplace")
+needs_built = pytest.mark.skipif(
+    not mtp.KERNELS, reason="build the kernels: python setup.py build_ext --inplace")
 
 
 def naive_loss(lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
@@ -3137,6 +3138,34 @@ def objectives(steps=150, seeds=(0, 1)):
 def attend_apart(q, k, v, past_k, past_v, docs, group=None):
     """Not what is served: a step attends, causally, to its own keys alone, as in trainers without a cache."""
     return mtp.attend_fa(q, k, v, [], [], docs)[0], past_k + [k], past_v + [v]
+
+
+def changed_outputs(seed):
+    """[2, 3]: by how much (relative norm) the outputs of three steps of a random layer change if each attends
+    to its own keys alone, and if the keys stay but the positions do not advance with the step."""
+    model, found = toy_draft(seed=seed, hidden_size=64, num_attention_heads=8, num_key_value_heads=4), []
+    batch, forward = toy_batch(model, T=64, packed=False, seed=seed), mtp.MTP.forward
+
+    def fixed(self, tokens, hidden, position_ids, past_k, *rest, **more):
+        return forward(self, tokens, hidden, position_ids - len(past_k), past_k, *rest, **more)
+
+    for attend, step in ((mtp.attend_fa, forward), (attend_apart, forward), (mtp.attend_fa, fixed)):
+        outputs = []
+
+        def recorded(*args, **more):
+            outputs.append(step(*args, **more))
+            return outputs[-1]
+
+        with mock.patch.dict(mtp.BACKENDS, fa=attend), mock.patch.object(mtp.MTP, "forward", recorded):
+            mtp.ttt_loss(model, *batch[:3], ttt_length=3, backend="fa")
+        found.append(torch.stack([n.detach().flatten() for n, *_ in outputs]))
+    return torch.stack([(x - found[0]).norm(dim=1) / found[0].norm(dim=1) for x in found[1:]])
+
+
+def test_what_a_trainer_may_not_leave_out():
+    """Nothing shows at step 0; at the next ones the layer computes something else."""
+    for apart, fixed in map(changed_outputs, range(3)):
+        assert apart[0] == fixed[0] == 0 and apart[1:].min() > 0.1 and fixed[1:].min() > 0.02
 
 
 def ablation_row(out, target, states, flags, apart, start, ways):
@@ -5436,13 +5465,6 @@ def table(title, rows, floor, note):
         print(f"  {name:42s} {ms:9.1f} ms  {ms / floor:6.2f}x", flush=True)
 
 
-def copy_bandwidth(floats=32 << 20):
-    """Bytes per second of y = x, read and write counted, in buffers that exist already."""
-    x, y = torch.ones(floats), torch.ones(floats)
-    ms = medians({"copy": lambda: y.copy_(x)}, 1)["copy"]
-    return 2 * x.nbytes / ms * 1e3
-
-
 def backward_of(f, inputs, grad):
     def run():
         out = f(*inputs)
@@ -5581,7 +5603,7 @@ def bench_step():
 
 
 def bench_merge(B=1, H=32, G=4, T=8192, D=128, k=3):
-    bandwidth = copy_bandwidth()
+    x, y = torch.ones(32 << 20), torch.ones(32 << 20)  # copied in turn with the candidates: the floor
     for dtype in (torch.float32, torch.bfloat16):
         o_0, lse_0, q, ks, vs, scale, dout = merge_inputs(B, T, H, G, D, k, dtype)
         N, s, r = B * H * T, q.element_size(), H // G
@@ -5594,15 +5616,14 @@ def bench_merge(B=1, H=32, G=4, T=8192, D=128, k=3):
             out, lse = op(o_0, lse_0, q, ks, vs, scale)
             return op_backward(dout, q, ks, vs, out, lse, scale)
 
-        note = (
-            f"B={B} H={H} G={G} T={T} D={D} k={k}, {dtype}, floor at the measured {bandwidth / 1e9:.0f} GB/s"
-        )
-        found = medians({"ours": lambda: op(o_0, lse_0, q, ks, vs, scale)}, 5)
-        floor = forward / bandwidth * 1e3
-        table("merge forward", {"bytes floor": floor, **found}, floor, note)
-        floor = (forward + backward) / bandwidth * 1e3
-        found = medians({"ours": both, "eager merge_ref": backward_of(eager, leaves, dout)}, 15)
-        table("merge forward + backward", {"bytes floor": floor, **found}, floor, note)
+        for title, moved, candidates in (
+                ("merge forward", forward, {"ours": lambda: op(o_0, lse_0, q, ks, vs, scale)}),
+                ("merge forward + backward", forward + backward,
+                 {"ours": both, "eager merge_ref": backward_of(eager, leaves, dout)})):
+            found = medians({"copy": lambda: y.copy_(x), **candidates}, 15)
+            bandwidth = 2 * x.nbytes / found.pop("copy")  # bytes read and written per millisecond
+            note = f"B={B} H={H} G={G} T={T} D={D} k={k}, {dtype}, floor at {bandwidth / 1e6:.0f} GB/s"
+            table(title, {"bytes floor": moved / bandwidth, **found}, moved / bandwidth, note)
 
 
 def bench_loss(T=1024, C=512, chunk=256):
@@ -5821,6 +5842,10 @@ def parity():
     code = pytest.main(["-q", __file__, "-k", names], plugins=[recorder])
     for name in PARITY:
         print(f"{recorder.worst.get('test_' + name, float('nan')):10.1e}  test_{name}")
+    changed = torch.stack([changed_outputs(seed) for seed in range(20)]).mul(100)  # (seed, way, step)
+    for way, x in zip(("without earlier steps' keys", "without advancing positions"), changed.unbind(1)):
+        each = (f"step {k} {x[:, k].min():.0f} to {x[:, k].max():.0f} %" for k in (1, 2))
+        print(f"outputs of 20 random layers {way} change by: {', '.join(each)}")
     return code
 
 
