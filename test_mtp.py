@@ -3204,10 +3204,30 @@ def ablation_row(out, target, states, flags, apart, start, ways):
     shutil.rmtree(out / "checkpoints")
 
 
+def from_scratch(measure, apart):
+    """The rows of ablations that start from random drafts; returns the first."""
+    default = "default: keys of all steps, recycle post, K 3, ce:1+kl:1, decay 0.8, balancing 0.01"
+    first = measure(default, ways=("post", "pre"), untrained="nothing: the random draft")
+    measure(default, seed=1)
+    for seed in (0, 1):
+        measure(apart, apart=True, seed=seed)
+    measure("recycle pre", recycle="pre", ways=("pre", "post"))
+    measure("recycle both", recycle="both", ways=("post", "pre"))
+    for K in (1, 5):
+        measure(f"K {K}", ttt_length=K)
+    for loss in ("ce:1", "kl:1"):
+        measure(loss, loss=loss)
+    for decay in (0.6, 1.0):
+        measure(f"decay {decay}", decay=decay)
+    for rate in (0.0, 0.001):
+        measure(f"balancing {rate or 'off'}", balance_rate=rate)
+    return first
+
+
 def ablations(target, states, steps=36, start=None):
     """Drafts that differ in one thing, trained alike on stored hidden states of `target`: `steps` steps of 4
     rows of 256 tokens. Judged on every 20th sample, always with K = 3. Each is a process; a finished one is
-    not repeated. start: a draft directory that two more pairs go on from (it has not seen these samples)."""
+    not repeated. start: instead, two pairs that go on from this draft, with the cache and without."""
     folder = HERE / "runs" / f"ablations-{Path(states).name}-{steps}"
     table = ["| trained with | seed | drafted as | accept_len | accept_len_walk | acc_0 | acc_1 | acc_2 | "
              "busiest expert | training s |", "|---" * 10 + "|"]
@@ -3236,32 +3256,20 @@ def ablations(target, states, steps=36, start=None):
         show(label, seed, row)
         return row
 
-    default = "default: keys of all steps, recycle post, K 3, ce:1+kl:1, decay 0.8, balancing 0.01"
     apart = "each step attends to its own keys alone, served with those of all steps"
-    first = measure(default, ways=("post", "pre"), untrained="nothing: the random draft")
-    measure(default, seed=1)
-    for seed in (0, 1):
-        measure(apart, apart=True, seed=seed)
-    measure("recycle pre", recycle="pre", ways=("pre", "post"))
-    measure("recycle both", recycle="both", ways=("post", "pre"))
-    for K in (1, 5):
-        measure(f"K {K}", ttt_length=K)
-    for loss in ("ce:1", "kl:1"):
-        measure(loss, loss=loss)
-    for decay in (0.6, 1.0):
-        measure(f"decay {decay}", decay=decay)
-    for rate in (0.0, 0.001):
-        measure(f"balancing {rate or 'off'}", balance_rate=rate)
-    for seed in (0, 1) if start else ():
-        recycle = json.loads((Path(start) / "config.json").read_text())["recycle"]
-        way = "pre" if recycle == "pre" else "post"
-        more = dict(start=str(start), seed=seed, recycle=recycle, ways=[way])
-        measure("going on from a draft, lr 1e-4, no balancing, keys of all steps", **more,
-                untrained=None if seed else "nothing more: the draft that is gone on from")
-        measure("the same, each step attends to its own keys alone", apart=True, **more)
+    if start:
+        meta = json.loads((Path(start) / "config.json").read_text())
+        kept = {name: meta[name] for name in ("recycle", "zero_first_embedding")}
+        more = dict(start=str(start), ways=["pre" if meta["recycle"] == "pre" else "post"], **kept)
+        for seed in (0, 1):
+            first = measure("going on, keys of all steps", seed=seed, **more,
+                            untrained=None if seed else "nothing more: the draft that is gone on from")
+            measure(f"going on, {apart}", apart=True, seed=seed, **more)
+    else:
+        first = from_scratch(measure, apart)
     rows, = {found["rows"] for found in first["after"].values()}
-    print(f"{steps} steps of 4 rows of 256 tokens; {rows:,} held-out rows; every expert busy alike: "
-          f"{1 / 8:.1%}\n" + "\n".join(table))
+    print(f"{steps} steps of 4 rows of 256 tokens; {rows:,} held-out rows; every expert busy alike: 12.5%\n"
+          + "\n".join(table))
 
 
 # ---- A real model: python test_mtp.py --prompts [FOLDER], --walks DRAFT PROMPTS ----------------------------
