@@ -892,7 +892,6 @@ def save_draft(path, model, meta, rank=0):
     path, state = Path(path), {name: whole(x.detach()) for name, x in model.state_dict().items()}
     if rank:
         return
-    path.mkdir(parents=True, exist_ok=True)
     with atomic(path / "model.safetensors") as aside:
         save_file({name: x.cpu().contiguous() for name, x in state.items()}, aside, metadata={"format": "pt"})
     with atomic(path / "config.json") as aside:
@@ -1039,7 +1038,6 @@ def build_demo_target(path, steps=800, batch=8, length=128):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.param_groups[0]["lr"] = 4e-3 * min((step + 1) / 30, 1.0, 0.02 + 2 * (1 - step / steps))
         adam.step()
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
@@ -1095,14 +1093,15 @@ def open_stored(path, target):
         meta, names, C = file.metadata() or {}, sorted(file.keys()), target.draft_config.hidden_size
         known = "token_ids" if "token_ids" in names else "input_ids"
         require({known, "hidden_states"} <= {*names}, f"holds {names}, not input_ids and hidden_states")
-        ids, states = file.get_tensor(known).long(), file.get_tensor("hidden_states")
+        ids, shape = file.get_tensor(known).long(), tuple(file.get_slice("hidden_states").get_shape())
         mask = file.get_tensor("loss_mask") if "loss_mask" in names else torch.ones_like(ids)
-    require(states.shape in [(len(ids), C), (len(ids), *states.shape[1:2], C)] and mask.shape == ids.shape,
-            f"hidden_states is {tuple(states.shape)}, expected ({len(ids)}, {C}) of this target")
-    require(states.dim() == 3 or meta.get("stage") in ("post_norm", "pre_norm"),
+        finite = meta.get("finite") == "True" or file.get_tensor("hidden_states").isfinite().all()
+    require(shape in [(len(ids), C), (len(ids), *shape[1:2], C)] and mask.shape == ids.shape,
+            f"hidden_states is {shape}, expected ({len(ids)}, {C}) of this target")
+    require(len(shape) == 3 or meta.get("stage") in ("post_norm", "pre_norm"),
             f"its metadata has stage {meta.get('stage')!r}, neither post_norm nor pre_norm")
     require(meta.get("target_config_sha256", target.sha256) == target.sha256, "comes from another target")
-    require(states.isfinite().all(), "hidden_states holds nan or inf")
+    require(finite, "hidden_states holds nan or inf")
     return ids, mask
 
 def read_samples(paths, target, seq_len, shortest):
@@ -1171,7 +1170,6 @@ def capture(cfg):
     require(cfg.target and cfg.data and cfg.out, "--target DIR, --data FILE.. and --out DIR are all needed")
     ranks, out = start_ranks(cfg.device), Path(cfg.out)
     target = open_target(cfg, ranks)
-    out.mkdir(parents=True, exist_ok=True)
     meta = dict(stage="post_norm", dtype=str(target.lm_head.dtype), target_config_sha256=target.sha256)
     files = []  # named after their content: what an interrupted capture has written stays
     for number, sample in [*enumerate(read_samples(cfg.data, target, cfg.seq_len, 3))][ranks.rank::ranks.dp]:
@@ -1184,10 +1182,10 @@ def capture(cfg):
             states = target.states([sample for _, sample in part]) if lost else ()
             for (file, sample), hidden in zip(part, states):
                 tensors = dict(input_ids=sample.input_ids, loss_mask=sample.loss_mask, hidden_states=hidden)
+                about = {**meta, "sample": sample.name, "finite": str(hidden.isfinite().all().item())}
                 if file in lost:
                     with atomic(file) as aside:
-                        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, aside,
-                                  metadata={**meta, "sample": sample.name})
+                        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, aside, about)
             bar.update(len(part))
     say(f"hidden states written, a file per sample; train with --target {cfg.target} --hidden-states {out}")
 
@@ -1295,6 +1293,7 @@ def atomic(path, ranks=Ranks()):
     """Write aside, fsync, rename (rank 0): `path`, file or folder, is the old or the complete new one."""
     aside = (path := Path(path)).with_name(f".{Path(path).name}.partial")
     if ranks.rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
     barrier(ranks)
     yield aside

@@ -2567,7 +2567,7 @@ BROKEN = {  # edit of (tensors, metadata), or of the bytes; the reason that is g
     "other-target": (lambda t, m: m.update(target_config_sha256="f" * 64), "comes from another target"),
     "other-width": (lambda t, m: t.update(hidden_states=torch.zeros(t["input_ids"].numel(), 48)), "48.*, 32"),
     "too-short": (lambda t, m: t.update(hidden_states=t["hidden_states"][1:]), r"expected \(\d+, 32\)"),
-    "nan": (lambda t, m: t["hidden_states"][3].fill_(math.nan), "holds nan or inf"),
+    "nan": (lambda t, m: (m.pop("finite"), t["hidden_states"][3].fill_(math.nan)), "holds nan or inf"),
     "no-stage": (lambda t, m: m.pop("stage"), "stage None, neither post_norm nor pre_norm"),
     "no-states": (lambda t, m: t.pop("hidden_states"), "not input_ids and hidden_states"),
     "no-tokens": (lambda t, m: t.pop("input_ids"), "not input_ids and hidden_states"),
@@ -2582,6 +2582,28 @@ def break_file(source, out, edit):
         found, meta = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()
     edit(found, meta)
     save_file(found, out, metadata=meta)
+
+
+def test_a_captured_file_says_whether_it_is_finite(tiny, tmp_path, monkeypatch):
+    """Then the start of a training run reads no states; those of other origin it reads, to look for nan."""
+    real, read, opened = mtp.Target.states, [], mtp.safe_open
+    monkeypatch.setattr(mtp.Target, "states", lambda self, samples, *spans: [
+        h * math.nan if s.name.endswith(":6") else h for s, h in zip(samples, real(self, samples, *spans))])
+
+    @contextlib.contextmanager
+    def recording(path, kind):
+        with opened(path, kind) as file:
+            get = lambda name: (read.append((Path(path).name, name)), file.get_tensor(name))[1]
+            yield SimpleNamespace(get_tensor=get, get_slice=file.get_slice, metadata=file.metadata,
+                                  keys=file.keys)
+
+    files, target = capture(tiny, tmp_path / "states"), load_target(tiny[0])
+    save_file(load_file(files[0]), files[0], metadata=dict(stage="post_norm"))
+    monkeypatch.setattr(mtp, "safe_open", recording)
+    samples = mtp.read_samples([tmp_path / "states"], target, 48, 5)
+    six, = (file for file in files if opened(file, "pt").metadata().get("sample", "").endswith(":6"))
+    assert {str(file) for file in files} - {sample.name for sample in samples} == {str(six)}
+    assert {file for file, name in read if name == "hidden_states"} == {files[0].name, six.name}
 
 
 def test_broken_files_are_skipped_named_and_counted(tiny, tmp_path, capsys):
