@@ -943,6 +943,7 @@ class Sample(NamedTuple):
     loss_mask: torch.Tensor  # (L,) bool: tokens to learn
     file: object = None      # where its hidden states are stored, from row `start` on
     start: int = 0
+    document: str = ""       # what is held out whole
 
 class Target:
     """A frozen Hugging Face causal LM: gives hidden states, embedding and lm_head, and verifies drafts.
@@ -1061,17 +1062,17 @@ def encode_messages(messages, tokenizer):
     return out["input_ids"], [any(i < b and j > a for a, b in spans) for i, j in out["offset_mapping"]]
 
 def read_documents(path, target):
-    """Yield (name, file or None, input_ids, loss_mask) of each document; of an unusable one, None and why."""
+    """Yield (name, file or None, input_ids, loss_mask, document), of an unusable one with None and why."""
     if os.path.isdir(path):  # of stored hidden states
         for file in sorted(Path(path).glob("*.safetensors")):
             try:
                 yield str(file), file, *open_stored(file, target)
             except Exception as error:  # a broken file raises many kinds
-                yield str(file), file, None, str(error)
+                yield str(file), file, None, str(error), ""
         return
     if not str(path).endswith(".jsonl"):
         ids = target.tokenizer(Path(path).read_text(errors="replace"))["input_ids"]
-        yield str(path), None, ids, [True] * len(ids)
+        yield str(path), None, ids, [True] * len(ids), str(path)
         return
     for number, line in enumerate(open(path, encoding="utf-8", errors="replace"), 1):
         try:
@@ -1084,10 +1085,10 @@ def read_documents(path, target):
                 found = ids, [True] * len(ids)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             found = None, f"neither text nor messages: {type(error).__name__} {error}"
-        yield f"{path}:{number}", None, *found
+        yield f"{path}:{number}", None, *found, f"{path}:{number}"
 
 def open_stored(path, target):
-    """(input_ids, loss_mask) of a file of hidden states, written by `capture` or by vLLM's
+    """(input_ids, loss_mask, document) of a file of hidden states, written by `capture` or by vLLM's
     ExampleHiddenStatesConnector (token_ids; [T, layers, C], not normed); ValueError says what is wrong."""
     with safe_open(path, "pt") as file:
         meta, names, C = file.metadata() or {}, sorted(file.keys()), target.draft_config.hidden_size
@@ -1102,17 +1103,17 @@ def open_stored(path, target):
             f"its metadata has stage {meta.get('stage')!r}, neither post_norm nor pre_norm")
     require(meta.get("target_config_sha256", target.sha256) == target.sha256, "comes from another target")
     require(finite, "hidden_states holds nan or inf")
-    return ids, mask
+    return ids, mask, meta.get("sample", str(path))
 
 def read_samples(paths, target, seq_len, shortest):
     """[Sample] of at most seq_len tokens; longer documents are cut. What is unusable is counted and named."""
     samples, skipped, V = [], [], target.draft_config.vocab_size
     for path in tqdm(paths, desc="reading", unit="file", leave=False, delay=2):
-        for name, file, ids, mask in tqdm(read_documents(path, target), leave=False, delay=2):
+        for name, file, ids, mask, document in tqdm(read_documents(path, target), leave=False, delay=2):
             ids, mask, why = (ids, mask, f"under {shortest} tokens") if ids is not None else ([], [], mask)
             pieces = zip(*(torch.as_tensor(x).split(seq_len) for x in (ids, mask)))
-            kept = [Sample(name, i.long(), m.bool(), file, n * seq_len) for n, (i, m) in enumerate(pieces)
-                    if len(i) >= shortest and m[2:].any()]
+            kept = [Sample(name, i.long(), m.bool(), file, n * seq_len, document)
+                    for n, (i, m) in enumerate(pieces) if len(i) >= shortest and m[2:].any()]
             if any(not 0 <= i.input_ids.min() <= i.input_ids.max() < V for i in kept):
                 kept, why = [], f"holds a token id outside the target's vocabulary of {V}"
             samples += kept
@@ -1603,10 +1604,10 @@ def read_rows(cfg, target):
     samples, held = (paths and read_samples(paths, target, cfg.seq_len, cfg.ttt_length + 2)
                      for paths in (files, held))
     if not held:
-        names = [*dict.fromkeys(sample.name for sample in samples)]  # documents, of one or more samples
+        names = [*dict.fromkeys(sample.document for sample in samples)]  # each of one or more samples
         require(len(names) > 1, "--data holds a single document, none can be held out; give --eval-data FILE")
         apart = {*names[::min(20, len(names))]}
-        samples, held = ([s for s in samples if (s.name in apart) == x] for x in (False, True))
+        samples, held = ([s for s in samples if (s.document in apart) == x] for x in (False, True))
     rows = pack([samples[i] for i in shuffled(len(samples), cfg.seed, -1)], cfg.seq_len)
     tokens = sum(len(sample.input_ids) for sample in samples)
     say(f"data: {tokens:,} tokens of {len(samples):,} samples in {len(rows):,} rows of {cfg.seq_len} (fill "

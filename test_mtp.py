@@ -2553,12 +2553,32 @@ def test_states_that_vllm_wrote_are_normed(family, dtype, tmp_path):
     layers = torch.stack([out.hidden_states[1][0], seen[0][0]], dim=1)  # (T, layers, C)
     save_file(dict(token_ids=ids, hidden_states=layers), tmp_path / "vllm.safetensors")
     stored = mtp.Target(mtp.TrainConfig(), tmp_path / "target", torch.device("cpu"), stored=True)
-    found, mask = mtp.open_stored(tmp_path / "vllm.safetensors", stored)
+    found, mask, document = mtp.open_stored(tmp_path / "vllm.safetensors", stored)
+    assert document == str(tmp_path / "vllm.safetensors")
     assert torch.equal(found, ids) and mask.all()
     sample = mtp.Sample("s", ids[5:], mask[5:].bool(), tmp_path / "vllm.safetensors", 5)
     states, = stored.states([sample], [(2, 30)])
     assert states.dtype == dtype and torch.equal(states, out.last_hidden_state[0, 7:35])
     assert not torch.allclose(states, layers[7:35, -1], rtol=0.1)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_document_is_held_out_whole(tiny, tmp_path, stored):
+    """30 documents in up to four pieces each, from text or, a file a piece, from stored states: of two every
+    piece is held out, of the others none."""
+    draw = random.Random(0)
+    texts = [" ".join(f"w{draw.randrange(60)}" for _ in range(40 + 5 * i)) for i in range(30)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    target, data = load_target(tiny[0]), [str(tmp_path / "long.jsonl")]
+    whole = [target.tokenizer(x)["input_ids"] for x in texts]
+    if stored:
+        capture(tiny, tmp_path / "states", data=data)
+    cfg = options(tiny, "unused", eval_rows=99, **(
+        dict(data=None, hidden_states=[str(tmp_path / "states")]) if stored else dict(data=data)))
+    pieces = ({tuple(s.input_ids.tolist()) for row in rows for s in row} for rows in mtp.read_rows(cfg, target))
+    trained, held = ([i for i, ids in enumerate(whole) if found & {
+        tuple(ids[n:n + 48]) for n in range(0, len(ids), 48)}] for found in pieces)
+    assert held == [0, 20] and trained == [i for i in range(30) if i not in held]
 
 
 BROKEN = {  # edit of (tensors, metadata), or of the bytes; the reason that is given
