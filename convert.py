@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from mtp import (DENSE, MTP, Checkpoint, atomic, find_target, load_draft, mtp_prefix, native_views,
                  read_target_config, require, sha256)
@@ -343,10 +344,11 @@ def write(plan, folder):
 def check(folder):
     """(problems, metadata of the draft's shard) of a serving directory: what is wrong, one line each."""
     folder, problems, entries, metadata = Path(folder), [], {}, {}
-    for name in ("config.json", INDEX):
-        require((folder / name).is_file(), f"{folder} has no {name}: expected a directory that --out named")
-    config, index = (json.loads((folder / name).read_text()) for name in ("config.json", INDEX))
-    files = index["weight_map"]
+    require((folder / "config.json").is_file(), f"{folder} has no config.json: no checkpoint's folder")
+    config, files = (whole := Checkpoint(folder)).config, whole.files  # without an index: of a single file
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    if not any(name.startswith(prefix) for name in files):
+        return [f"there is no MTP layer, {prefix}*"], {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             found, about = read_header(path)
@@ -359,8 +361,9 @@ def check(folder):
                      for name in found if files.get(name) != path.name]
     problems += [f"{name} is indexed in {file}, which lacks it or does not exist"
                  for name, file in files.items() if name not in entries]
+    index = json.loads((folder / INDEX).read_text()) if (folder / INDEX).exists() else {}
     size, said = sum(entry.size for entry in entries.values()), index.get("metadata", {}).get("total_size")
-    if size != said:
+    if index and size != said:
         problems.append(f"the index gives total_size {said}, the tensors have {size} bytes")
     problems += [f"config.json lacks {key}, which vLLM reads" for key in HY_V3
                  if config["model_type"] == "hy_v3" and config.get(key) is None]
@@ -411,13 +414,13 @@ def report(folder, name=None):
     print(f"{name or folder}: {f'{len(problems)} problems' if problems else 'complete'}, {layout}")
     recycle, zero, K = (metadata.get(f"mtp_{k}") for k in ("recycle", "zero_first_embedding", "ttt_length"))
     zero = zero == "True"
-    best = ", ".join(f"{engine} (--recycle {r}{' --zero-first-embedding' if z else ''})"
-                     for (kind, r, z), engine in EXACT.items() if kind == layout)
     if recycle:
         kinds = ["post", "pre"] if recycle == "both" else [recycle]  # both: each row drew one
         found = [EXACT[layout, kind, zero] for kind in kinds if (layout, kind, zero) in EXACT]
-        exact = " and ".join(found) or f"no engine; {layout} drafts can be for {best}"
-        print(f"trained with K = {K}, recycle {recycle}, zero_first_embedding {zero}: exact for {exact}")
+        other = [f"; NOT for {engine} (train with --recycle {r}{' --zero-first-embedding' if z else ''})"
+                 for (kind, r, z), engine in EXACT.items() if kind == layout and engine not in found]
+        print(f"trained with K = {K}, recycle {recycle}, zero_first_embedding {zero}: exact for "
+              f"{' and '.join(found) or 'no engine'}{''.join(other)}")
     return not problems
 
 # ---- Command line ------------------------------------------------------------------------------------------
@@ -486,7 +489,7 @@ def main(arguments=None):
             if not args.draft or not (args.out or args.dry_run):
                 raise ValueError("give a draft directory and --out OUT, or --check OUT")
             convert(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         print(f"convert.py: error: {error}", file=sys.stderr)
         return 2
     return 0

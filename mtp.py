@@ -21,8 +21,8 @@ keys and values of all steps kept: what is trained is what is later served, toke
 Row t is the root of its own draft chain. What step k = 0..K-1 does in row t (h_t has seen x_0..x_t):
 
   | embeds    | hidden in       | RoPE position | predicts  | teacher                    | sees keys of
-  | x_{t+1+k} | h_t, or d_t^k-1 | t + k         | x_{t+2+k} | softmax(lm_head h_{t+1+k}) | step 0: rows <= t,
-  |           |                 |               |           |                            | steps 1..k: row t
+  | x_{t+1+k} | h_t; after step | t + k         | x_{t+2+k} | softmax(lm_head h_{t+1+k}) | step 0: rows <= t,
+  |           | 0 its own n, r  |               |           |                            | steps 1..k: row t
 
 Glossary: B batch, T tokens, C hidden_size, V vocab_size, H query heads, G key/value heads, D head_dim, N any
 rows, E n_routed_experts, A num_experts_per_tok, F moe_intermediate_size, K ttt_length, P ranks of a sequence.
@@ -1356,7 +1356,7 @@ SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_
 
 @dataclass
 class TrainConfig:
-    target: str = option(None, "HF directory or hub id; default: the demo's, or the draft's", group="target")
+    target: str = option(None, "HF directory or hub id; default: the demo's, or --draft's", group="target")
     dtype: str = option("auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
     target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
@@ -1377,7 +1377,7 @@ class TrainConfig:
     fsdp: str = option("auto", "FSDP2 for the draft; auto: with several ranks", choices=["auto", "on", "off"])
     recompute: bool = option(False, "compute a step's activations again in the backward pass: less memory")
     ttt_length: int = option(3, "K, draft steps trained from every row", group="objective")
-    recycle: str = option("post", "fed to the next step: README, Serving", choices=["post", "pre", "both"])
+    recycle: str = option("post", "given to the next step: README, Serving", choices=["post", "pre", "both"])
     zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
     loss: str = option("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
     topk: int = option(10, "how many of the target's most likely tokens the topk terms see")
@@ -1385,7 +1385,7 @@ class TrainConfig:
     step_weights: str = option(None, "instead: a weight for each step, e.g. 0.5,0.3,0.2")
     rollout: str = option("data", "later steps embed the data, or drafted tokens", choices=["data", "draft"])
     steps: int = option(120, "optimizer steps", group="optimization")
-    batch_size: int = option(8, "rows per optimizer step, over all ranks")
+    batch_size: int = option(8, "rows per optimizer step, over all ranks; generate-data: prompts at a time")
     micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
     seq_len: int = option(256, "tokens per row (capture: file): longer documents are cut")
     lr: float = option(None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm")
@@ -1599,8 +1599,8 @@ def make_draft(cfg, target, ranks):
 def read_rows(cfg, target):
     """(training rows, held-out rows): the demo's files or the user's; no held-out sample is trained on."""
     files, held = (cfg.hidden_states or cfg.data, cfg.eval_data) if cfg.target else stdlib_files(every=6)
-    require(not cfg.hidden_states or all(map(os.path.isdir, [*files, *(held or [])])), "--hidden-states, and "
-            "--eval-data beside it, must be directories of stored hidden states (mtp.py capture)")
+    for path in [*files, *(held or [])] if cfg.hidden_states else ():
+        require(os.path.isdir(path), f"{path} is no directory of stored hidden states (mtp.py capture)")
     samples, held = (paths and read_samples(paths, target, cfg.seq_len, cfg.ttt_length + 2)
                      for paths in (files, held))
     if not held:
@@ -1868,8 +1868,8 @@ def evaluate_command(cfg):
     rows = pack(samples, cfg.seq_len)
     result = Run(model, target, cfg, ranks, backend).evaluate(rows[::-(-len(rows) // cfg.eval_rows)])
     say(acceptance_table("draft", result))
-    say(f"walk: accepted per position {' '.join(f'{x:.3f}' for x in result['walk'])}; "
-        f"{result['rows']:,} rows counted")
+    say(f"walk: accepted per position {' '.join(f'{x:.3f}' for x in result['walk'])}; {result['rows']:,} "
+        f"positions of {min(cfg.eval_rows, len(rows))} of {len(rows)} rows of {cfg.seq_len} counted")
 
 def generate_command(cfg):
     """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy) and time."""
@@ -1889,7 +1889,7 @@ def generate_command(cfg):
     stood = [sum(n > k for n in fast.rounds) / rounds for k in range(K)]
     print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
           f"over {len(fast.rounds)} rounds; accepted per position {' '.join(f'{x:.3f}' for x in stood)}\n"
-          f"tokens/s: {fast.speed:.1f} with drafting, {plain.speed:.1f} without")
+          f"tokens/s, here, where it is a check: {fast.speed:.1f} with drafting, {plain.speed:.1f} without")
     if cfg.temperature:
         return print(f"sampled at temperature {cfg.temperature} with {cfg.draft_sampling} drafts")
     check_lossless(plain, fast, target.lm_head.dtype)
@@ -1986,7 +1986,7 @@ def main(arguments=None):
         known = state or lost or isinstance(error, (ValueError, OSError, SafetensorError))
         said = "another rank has failed" if lost else str(error).splitlines()[-1] if state else error
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's summary
-            Path(report).write_text(json.dumps({"message": repr(error) if not known else f"{said}"}))
+            Path(report).write_text(json.dumps(dict(message=repr(error), timestamp=int(time.time()))))
         if not known or os.environ.get("MTP_TRACEBACK"):
             raise
         tqdm.write(f"mtp.py: error: {said}", file=sys.stderr)

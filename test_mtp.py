@@ -2575,7 +2575,8 @@ def test_a_document_is_held_out_whole(tiny, tmp_path, stored):
         capture(tiny, tmp_path / "states", data=data)
     cfg = options(tiny, "unused", eval_rows=99, **(
         dict(data=None, hidden_states=[str(tmp_path / "states")]) if stored else dict(data=data)))
-    pieces = ({tuple(s.input_ids.tolist()) for row in rows for s in row} for rows in mtp.read_rows(cfg, target))
+    pieces = ({tuple(sample.input_ids.tolist()) for row in rows for sample in row}
+              for rows in mtp.read_rows(cfg, target))
     trained, held = ([i for i, ids in enumerate(whole) if found & {
         tuple(ids[n:n + 48]) for n in range(0, len(ids), 48)}] for found in pieces)
     assert held == [0, 20] and trained == [i for i in range(30) if i not in held]
@@ -3053,7 +3054,8 @@ def test_torchruns_summary_names_the_error(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     quoted = lambda: ProcessFailure(0, 1, 2, str(tmp_path / "error.json")).message
-    assert mtp.main(["--steps", "0"]) == 2 and quoted() == "--steps 0 must be at least 1"
+    assert mtp.main(["--steps", "0"]) == 2 and quoted() == "ValueError('--steps 0 must be at least 1')"
+    assert abs(ProcessFailure(0, 1, 2, str(tmp_path / "error.json")).timestamp - time.time()) < 60
     monkeypatch.setitem(mtp.COMMANDS, "plot", (broken, "run", ()))
     with pytest.raises(RuntimeError):
         mtp.main(["plot", "x"])
@@ -3099,7 +3101,7 @@ def test_eval_and_generate_commands(tiny, trained, capsys):
     generate = ["generate", "--draft", str(trained), "--max-new-tokens", "20", "--prompt"]
     assert mtp.main([*generate, "w3 w4 w5"]) == 0
     said = capsys.readouterr().out
-    assert "lossless: token for token" in said and "tokens/s: " in said
+    assert "lossless: token for token" in said and "tokens/s, here, where it is a check: " in said
     assert mtp.main([*generate, "w3", "--chat"]) == 0
     assert "lossless" in capsys.readouterr().out
     assert mtp.main(["generate", "--draft", str(trained), "--prompt", "w3", "--temperature", "0.8",
@@ -4118,7 +4120,30 @@ def test_a_failed_run_leaves_nothing(tmp_path, monkeypatch):
 
 def test_check_of_another_folder_says_what_it_lacks(tmp_path, capsys):
     convert_cli("--check", tmp_path, expect=2)
-    assert f"{tmp_path} has no config.json: expected a directory that --out named" in capsys.readouterr().err
+    assert f"{tmp_path} has no config.json: no checkpoint's folder" in capsys.readouterr().err
+    convert_cli("--check", tiny_target(tmp_path / "target", "glm4_moe", native=0), expect=1)
+    assert "wrong: there is no MTP layer, model.layers.2.*" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
+def test_check_takes_a_single_file(tmp_path, capsys, family):
+    """A checkpoint without an index, complete; then without one of the layer's tensors; then cut short."""
+    draft_of(tiny_target(tmp_path / "target", family, native=0), tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    tensors = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        tensors |= load_file(file)
+    (tmp_path / "one").mkdir()
+    shutil.copy(tmp_path / "out/config.json", tmp_path / "one")
+    save_file(tensors, tmp_path / "one/model.safetensors")
+    convert_cli("--check", tmp_path / "one")
+    del tensors["model.layers.2.eh_proj.weight"]
+    save_file(tensors, tmp_path / "one/model.safetensors")
+    capsys.readouterr()
+    convert_cli("--check", tmp_path / "one", expect=1)
+    assert "wrong: model.layers.2.eh_proj.weight is missing" in capsys.readouterr().out
+    (tmp_path / "one/model.safetensors").write_bytes((tmp_path / "one/model.safetensors").read_bytes()[:-9])
+    convert_cli("--check", tmp_path / "one", expect=2)
 
 
 @pytest.mark.parametrize("mutation, message", [
@@ -4172,10 +4197,15 @@ def test_check_finds(tmp_path, capsys, family, mutation, message):
 
 
 @pytest.mark.parametrize("family, recycle, zero, engine", [
-    ("glm4_moe", "pre", True, "exact for vLLM"),
-    ("glm4_moe", "post", False, "exact for SGLang and transformers"),
-    ("hy_v3", "post", True, "exact for vLLM"), ("hy_v3", "post", False, "exact for SGLang"),
-    ("hy_v3", "pre", True, "exact for no engine"), ("hy_v3", "both", True, "exact for vLLM"),
+    ("glm4_moe", "pre", True, "exact for vLLM; NOT for SGLang and transformers (train with --recycle post)"),
+    ("glm4_moe", "post", False, "exact for SGLang and transformers; NOT for vLLM (train with --recycle pre "
+     "--zero-first-embedding)"),
+    ("hy_v3", "post", True, "exact for vLLM; NOT for SGLang (train with --recycle post)"),
+    ("hy_v3", "post", False, "exact for SGLang; NOT for vLLM (train with --recycle post "
+     "--zero-first-embedding)"),
+    ("hy_v3", "pre", True, "exact for no engine; NOT for vLLM (train with --recycle post "
+     "--zero-first-embedding); NOT for SGLang (train with --recycle post)"),
+    ("hy_v3", "both", True, "exact for vLLM"),
     ("glm4_moe", "both", False, "exact for SGLang and transformers")])
 def test_check_names_the_engine(tmp_path, capsys, family, recycle, zero, engine):
     source = tiny_target(tmp_path / "target", family)
