@@ -21,8 +21,8 @@ keys and values of all steps kept: what is trained is what is later served, toke
 Row t is the root of its own draft chain. What step k = 0..K-1 does in row t (h_t has seen x_0..x_t):
 
   | embeds    | hidden in       | RoPE position | predicts  | teacher                    | sees keys of
-  | x_{t+1+k} | h_t; after step | t + k         | x_{t+2+k} | softmax(lm_head h_{t+1+k}) | step 0: rows <= t,
-  |           | 0 its own n, r  |               |           |                            | steps 1..k: row t
+  | x_{t+1+k} | h_t; k > 0: n   | t + k         | x_{t+2+k} | softmax(lm_head h_{t+1+k}) | step 0: rows <= t,
+  |           | (or r) of k - 1 |               |           |                            | steps 1..k: row t
 
 Glossary: B batch, T tokens, C hidden_size, V vocab_size, H query heads, G key/value heads, D head_dim, N any
 rows, E n_routed_experts, A num_experts_per_tok, F moe_intermediate_size, K ttt_length, P ranks of a sequence.
@@ -1639,7 +1639,7 @@ def train(cfg):
     cfg = replace(cfg, lr=cfg.lr or (3e-3 if scratch else 1e-4),
                   balance_rate=0.01 * scratch if cfg.balance_rate is None else cfg.balance_rate)
     say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{'scratch' if scratch else cfg.init.replace('auto', 'warm')}, {target.lm_head.dtype} on "
+        f"{'scratch' if scratch else 'warm' if cfg.init == 'auto' else cfg.init}, {target.lm_head.dtype} on "
         f"{ranks.dp} x {ranks.sp} {ranks.device.type} ranks (data x sequence), for {target.path}")
     run = Run(model, target, cfg, ranks, backend)
     if cfg.fsdp == "on" or cfg.fsdp == "auto" and ranks.mesh:
