@@ -345,10 +345,10 @@ def check(folder):
     """(problems, metadata of the draft's shard) of a serving directory: what is wrong, one line each."""
     folder, problems, entries, metadata = Path(folder), [], {}, {}
     require((folder / "config.json").is_file(), f"{folder} has no config.json: no checkpoint's folder")
-    config, files = (whole := Checkpoint(folder)).config, whole.files  # without an index: of a single file
-    prefix = f"model.layers.{config['num_hidden_layers']}."
-    if not any(name.startswith(prefix) for name in files):
-        return [f"there is no MTP layer, {prefix}*"], {}
+    checkpoint = Checkpoint(folder)  # without an index: a single file
+    config, files = checkpoint.config, checkpoint.files
+    if not mtp_prefix(config, files):
+        return [f"there is no MTP layer, model.layers.{config['num_hidden_layers']}.*"], {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             found, about = read_header(path)
@@ -369,7 +369,7 @@ def check(folder):
                  if config["model_type"] == "hy_v3" and config.get(key) is None]
     if config.get("num_nextn_predict_layers") != 1:
         problems.append(f"num_nextn_predict_layers is {config.get('num_nextn_predict_layers')}, expected 1")
-    problems += check_layer(folder, config, entries)
+    problems += check_layer(checkpoint, entries)
     stack = expected_stack(config, entries) if metadata.get("mtp_draft_only") != "True" else {}
     if "quantization_config" in config:  # packed formats have names of their own
         stack = {name: shape for name, shape in stack.items() if name in entries}
@@ -386,9 +386,9 @@ def wrong_shapes(expected, entries):
             found.append(f"{name} has shape {entries[name].shape}, the config implies {shape}")
     return found
 
-def check_layer(folder, config, entries):
+def check_layer(checkpoint, entries):
     """Problems of the MTP layer: keys, shapes, values, quantisation; keys that do not belong there."""
-    N, checkpoint, text = config["num_hidden_layers"], Checkpoint(folder), json.dumps(config)
+    config, N, text = checkpoint.config, checkpoint.config["num_hidden_layers"], json.dumps(checkpoint.config)
     prefix, head = f"model.layers.{N}.", (config["vocab_size"], config["hidden_size"])
     expected = expected_layer(config, entries, prefix)
     known = expected | {prefix + name: head for name in OPTIONAL if prefix + name in entries}

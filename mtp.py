@@ -1085,7 +1085,7 @@ def read_documents(path, target):
                 found = ids, [True] * len(ids)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             found = None, f"neither text nor messages: {type(error).__name__} {error}"
-        yield f"{path}:{number}", None, *found, f"{path}:{number}"
+        yield (name := f"{path}:{number}"), None, *found, name
 
 def open_stored(path, target):
     """(input_ids, loss_mask, document) of a file of hidden states, written by `capture` or by vLLM's
