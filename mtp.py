@@ -255,11 +255,11 @@ def kernels_take(x, *sizes):
     here = KERNELS and (x.device.type == "cpu" or x.is_cuda and mtp_kernels.cuda and x.dtype != torch.float64)
     return here and all(size % 8 == 0 for size in sizes)
 def merge(o_0, lse_0, q, ks, vs, scale):
-    if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 15:
+    if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 7:
         return merge_ref(o_0, lse_0, q, ks, vs, scale)
     return torch.ops.mtp_kernels.merge(o_0, lse_0, q, ks, vs, scale)
 def merge_backward(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
-    if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 15:
+    if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 7:
         return merge_backward_ref(dout, q, ks, vs, out, lse, scale, o_0, lse_0)
     *grads, first = torch.ops.mtp_kernels.merge_backward(dout, q, ks, vs, out, lse, scale, o_0, lse_0)
     return *grads, *first

@@ -1,4 +1,4 @@
-// Runs kernels.cu on a CPU, for the tests: the CUDA words it uses become an engine of ordinary C++.
+// Runs the .cu files on a CPU, for the tests: the CUDA words they use become an engine of ordinary C++.
 //
 // Default: one ucontext fiber per CUDA thread, blocks one after another. mtp_emulate_order sets the order in
 // which the threads of a block run: 0 ascending, 1 descending, 2 shuffled, 3 shuffled again at every barrier.
