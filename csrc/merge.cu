@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS) merge_forward(MergeArgs m, int lanes,
 //     w_0 = exp(lse_0[row, h] - lse[row, h]);  do_0[row, h] = w_0 * dout[row, h]
 //     dlse_0[row, h] = w_0 * (dot(dout[row, h], o_0[row, h]) - delta)
 // Up to 4 keys and values fit in the registers beside their gradients. More would spill, so each head reads
-// them again, from cache. Left alone (0) ptxas then aims at 3 blocks an SM and still spills on sm_100: 2.
+// them again, from cache. Left to choose (0), ptxas then wants 3 blocks per SM and spills on sm_100; 2 fit.
 template <class S, int K>
 __global__ void __launch_bounds__(THREADS, K <= 4 ? 0 : 2)
     merge_backward(MergeArgs m, int lanes, float scale) {

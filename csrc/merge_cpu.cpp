@@ -128,7 +128,7 @@ INLINE void backward_block(int D, int group, const A* const* key, const A* const
   }
 }
 
-// s_j = q.k_j, a_j = dout.v_j and delta = dout.out in one pass: nine chains of additions hide each other
+// s_j = q.k_j, a_j = dout.v_j and delta = dout.out in one pass: 2 K + 1 chains of additions hide each other
 template <int K, class S>
 INLINE void backward_dots(const acc_t<S>* q, const acc_t<S>* dout, const S* out, const acc_t<S>* const* key,
                           const acc_t<S>* const* value, int D, int step, acc_t<S>* s, acc_t<S>* a,

@@ -127,7 +127,7 @@ template <class S> INLINE const acc_t<S>* stage(const S* p, acc_t<S>* buffer, in
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------
-INLINE int padded(int n) { return (n + 7) / 8 * 8; }
+INLINE int padded(int n) { return (n + 7) / 8 * 8; }  // to whole vectors
 template <class V> INLINE auto hsum(V v) {
   v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
   v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
