@@ -1,354 +1,846 @@
-"""convert.py - put a trained draft into the checkpoint that serving engines load, and check such checkpoints.
+"""convert.py - other people's names: configurations and checkpoints, read for training, written for serving.
 
-      python convert.py DRAFT --out OUT                  a serving directory: the target with the draft in it
-      python convert.py DRAFT --out OUT --layout hy_v3   the same for a dense target (Llama, Mistral, Qwen)
-      python convert.py DRAFT --out OUT --draft-only     the draft's layer alone
-      python convert.py DRAFT --out OUT --dry-run        list every key, shape, dtype and file; write nothing
-      python convert.py --check OUT                      is every key there, indexed, well shaped and finite?
+    python convert.py DRAFT --out OUT                  a serving directory: the target with the draft in it
+    python convert.py DRAFT --out OUT --layout hy_v3   the same for a dense target (Llama, Mistral, Qwen)
+    python convert.py DRAFT --out OUT --draft-only     the draft's layer alone
+    python convert.py DRAFT --out OUT --dry-run        list every key, shape, dtype and file; write nothing
+    python convert.py --check OUT                      is every key there, indexed, well shaped and finite?
 
-OUT holds the target's shards (hard links: edit neither; rewritten only if keys in them change), the draft as
-layer N = num_hidden_layers in a shard of its own, an index of all keys, the target's config.json with
-num_nextn_predict_layers = 1, and its tokenizer files. It appears complete or not at all. The way back needs
-no command: `mtp.py --target OUT` starts from the layer in OUT.
+OUT holds the target's shards (hard links: edit neither; rewritten only if keys in them change), the draft
+as layer N = num_hidden_layers in a shard of its own, an index of all keys, the target's config.json with
+num_nextn_predict_layers = 1, and its tokenizer files. It appears complete or not at all. The way back
+needs no command: `mtp.py --target OUT` starts from the layer in OUT.
 
-Engines load checkpoints with missing, fused or un-indexed draft tensors without a word and draft garbage, so
-OUT is checked before it appears. A draft is exact only for an engine that feeds back what it was trained on:
-its setting is kept in its shard (safetensors metadata), and --check says which engine that is.
+Engines load checkpoints with missing, fused or un-indexed draft tensors without a word and draft garbage,
+so OUT is checked before it appears. A draft is exact only for an engine that feeds back what it was
+trained on: its setting is kept in its shard (safetensors metadata), and --check names those engines.
+
+To add a family of checkpoints, write the function that reads its config.json and a row of FAMILIES; what
+an engine does with it is a row of ENGINES. mtp.py imports this file, which imports nothing of mtp.py.
+
+Glossary: C hidden_size, V vocab_size, H query heads, G key/value heads, D head_dim, E n_routed_experts,
+F moe_intermediate_size, N num_hidden_layers. A layout is a family as which a checkpoint is written.
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
-from mtp import (DENSE, MTP, Checkpoint, atomic, find_target, load_draft, mtp_prefix, native_views,
-                 read_target_config, require, sha256)
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD = "model-mtp.safetensors"  # of OUT: the draft's
+RENAMED = {SINGLE: "model-00001-of-00001.safetensors"}  # a loader that sees SINGLE ignores the index
+WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
-SHARD, INDEX = "model-mtp.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-CODES = {"F8_E4M3": (torch.float8_e4m3fn, 448.0), "I8": (torch.int8, 127.0)}  # and the largest value
+CODES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SCALES = (".weight_scale_inv", ".weight_scale")  # of blocks; of rows, or scalar
-NAMES = {dtype: name for name, dtype in DTYPES.items()} | {dtype: name for name, (dtype, _) in CODES.items()}
+
 ROUTER = ("mlp.gate.weight", "mlp.router.gate.weight", "expert_bias", "e_score_correction_bias")
 OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # of layer N: engines use the main ones
-RENAMED = {"model.safetensors": "model-00001-of-00001.safetensors"}  # a loader that sees it ignores the index
-WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-HY_V3 = ("qk_norm", "route_norm", "first_k_dense_replace", "expert_hidden_dim")  # not in transformers
 
-# (layout, recycle, zero_first_embedding) -> engines that draft exactly as the draft was trained.
-EXACT = {("glm4_moe", "pre", True): "vLLM", ("glm4_moe", "post", False): "SGLang and transformers",
-         ("hy_v3", "post", True): "vLLM", ("hy_v3", "post", False): "SGLang",
-         ("bailing_moe_v2", "post", False): "SGLang"}
+
+def require(holds, message):
+    if not holds:
+        raise ValueError(message)
+
 
 # ---- Files -------------------------------------------------------------------------------------------------
 
-Entry = NamedTuple("Entry", [("dtype", str), ("shape", tuple), ("size", int), ("file", str)])  # size in bytes
+def sha256(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def find_target(path):
+    """Directory of a target; what is none is a hub id, downloaded if need be."""
+    if os.path.isdir(path):
+        return Path(path)
+    try:
+        from huggingface_hub import snapshot_download
+        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except Exception as error:  # the hub's client raises many kinds
+        reason = str(error).split("\n")[0]
+        raise FileNotFoundError(f"target {str(path)!r} is neither a directory nor a hub id that can be "
+                                f"had: {reason}") from None
+
+
+def aside(path):
+    """A name beside `path` to write under until put_in_place, rid of what an interrupted write left there.
+    The ranks of a run may all call it before a barrier."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.partial")
+    if fresh.is_dir():
+        shutil.rmtree(fresh, ignore_errors=True)
+    else:
+        fresh.unlink(missing_ok=True)
+    return fresh
+
+
+def put_in_place(fresh, path):
+    """Give a file or folder written aside its name: `path` is the old or, on the disk, the whole new one."""
+    path = Path(path)
+    for written in [*fresh.rglob("*"), fresh]:
+        fsync(written)
+
+    if path.is_dir():
+        shutil.rmtree(path)
+    os.replace(fresh, path)
+    fsync(path.parent)
+
+
+def fsync(path):
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+
+
+@contextlib.contextmanager
+def atomic(path):
+    """Write a file or folder aside, then put it in place; if that fails, `path` stays as it was."""
+    fresh = aside(path)
+    yield fresh
+    put_in_place(fresh, path)
+
+
+class Entry(NamedTuple):
+    """A tensor as a safetensors file lists it."""
+    dtype: str  # F32, BF16, ..
+    shape: tuple
+    size: int  # bytes
+    file: str
+
 
 def read_header(path):
     """({name: Entry}, metadata) of a safetensors file, no tensor read. ValueError if it is cut short."""
+    path = Path(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     metadata = header.pop("__metadata__", {})
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if os.path.getsize(path) != end:
-        raise ValueError(f"{path} has {os.path.getsize(path)} bytes, its header says {end}: it is cut short")
-    return {name: Entry(e["dtype"], tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0],
-                        Path(path).name) for name, e in header.items()}, metadata
+
+    entries = {}
+    size = 8 + length
+    for name, about in header.items():
+        start, stop = about["data_offsets"]
+        entries[name] = Entry(about["dtype"], tuple(about["shape"]), stop - start, path.name)
+        size = max(size, 8 + length + stop)
+
+    found = path.stat().st_size
+    require(found == size, f"{path} has {found} bytes, its header says {size}: it is cut short")
+    return entries, metadata
+
+
+def save_shard(path, tensors, metadata):
+    apart = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(apart, path, metadata={"format": "pt", **metadata})
+
 
 def set_key(text, key, value):
     """A JSON object's text with one top-level key set; all else keeps its bytes if that is a scalar."""
-    wanted, new = {**json.loads(text), key: value}, json.dumps(value)
+    config = json.loads(text)
+    wanted = {**config, key: value}
+    new = json.dumps(value)
+    if config and key not in config:
+        before, brace, after = text.partition("{")
+        margin = re.match(r"\s*", after)[0]
+        return f'{before}{brace}{margin}"{key}": {new},{after}'
+
     for found in re.finditer(rf'"{re.escape(key)}"\s*:\s*(null|true|false|[-+.\w]+|"[^"]*")', text):
         edited = text[:found.start(1)] + new + text[found.end(1):]
         if json.loads(edited) == wanted:  # and not a key of that name further inside
             return edited
-    if key in json.loads(text):
-        return json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
-    body, indent = text.rstrip()[:-1].rstrip(), re.search(r"\n([ \t]*)\"", text)
-    body += "\n" if body.endswith("{") else ",\n"
-    return f'{body}{indent[1] if indent else "  "}"{key}": {new}\n}}{text[len(text.rstrip()):]}'
+    return json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
+
+
+# ---- Families ----------------------------------------------------------------------------------------------
+# How a family's config.json is read: its keys are renamed to those of mtp.MTPConfig, which are glm4_moe's,
+# then a function fills in what the family leaves unsaid and refuses what the draft's layer cannot express.
+# names: of the checkpoint's tensors, or None if they are not known.
+
+REQUIRED = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+USUAL = {  # where neither the config.json nor its family says
+    "n_shared_experts": 1, "partial_rotary_factor": 1.0, "use_qk_norm": True, "attention_bias": False,
+    "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+    "n_group": 1, "topk_group": 1, "initializer_range": 0.02, "max_position_embeddings": 131072,
+    "model_type": "glm4_moe"}
+SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")  # free for a dense target
+
+
+def glm4_moe(config, names):
+    """GLM-4.5 to 4.7."""
+    return {"use_qk_norm": False, "partial_rotary_factor": 0.5, **config}
+
+
+def hy_v3(config, names):
+    """Hunyuan 3. transformers writes neither qk_norm nor route_norm and does both."""
+    q_norm = names is None or has_q_norm(names)
+    unsaid = {"use_qk_norm": q_norm, "norm_topk_prob": True}
+    for key in unsaid.keys() - config.keys():
+        warnings.warn(f"the hy_v3 config does not say {key}: taken as {unsaid[key]}")
+    return unsaid | config
+
+
+def bailing_moe_v2(config, names):
+    """Ling 2.0."""
+    usual = {"use_bias": False, "score_function": "sigmoid",
+             "moe_shared_expert_intermediate_size": config.get("moe_intermediate_size")}
+    odd = {key: config[key] for key in usual if config.get(key, usual[key]) != usual[key]}
+    require(not odd, f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
+    return {"n_shared_experts": 0, **config}
+
+
+def dense(config, names):
+    """Llama, Mistral, Qwen2, Qwen3. The draft's shared experts are together as wide as the target's MLP,
+    which becomes one when it is served. config may hold those SIZES that the user chose."""
+    family = config["model_type"]
+    slides = config.get("use_sliding_window", family == "mistral") and config.get("sliding_window")
+    require(not slides and "sliding_attention" not in config.get("layer_types", ()),
+            f"the {family} target has sliding-window attention ({config.get('sliding_window')}), which "
+            "neither the draft nor a serving layout has")
+    names = names or ()
+    biased = any(name.endswith("o_proj.bias") for name in names)
+    require(not biased, "o_proj biases fit no serving layout")
+
+    width = config.get("intermediate_size")
+    require(width, f"the {family} config has no value for intermediate_size")
+    narrow = next((width // n for n in (4, 2) if width % (32 * n) == 0), width)  # vLLM wants 32 to divide F
+    F = config.get("moe_intermediate_size", narrow)
+    require(F > 0 and width % F == 0, f"moe_intermediate_size {F} does not divide the target's "
+            f"intermediate_size {width}: give a divisor, for instance {narrow}")
+
+    unsaid = dict(num_key_value_heads=config.get("num_attention_heads"), rms_norm_eps=1e-6,
+                  n_routed_experts=8, num_experts_per_tok=2)
+    fixed = dict(moe_intermediate_size=F, n_shared_experts=width // F, partial_rotary_factor=1.0,
+                 use_qk_norm=has_q_norm(names), attention_bias=has_qkv_bias(names))
+    return unsaid | config | fixed
+
+
+def has_q_norm(names):
+    return any(name.endswith("self_attn.q_norm.weight") for name in names)
+
+
+def has_qkv_bias(names):
+    return any(name.endswith("self_attn.q_proj.bias") for name in names)
+
+
+# How OUT's config.json is written: a function edits the text of the source's.
+
+def one_layer(text, names):
+    return set_key(text, "num_nextn_predict_layers", 1)
+
+
+def hy_v3_for_vllm(text, names):
+    """one_layer, and the keys that vLLM reads and transformers does not write."""
+    config = json.loads(text)
+    kinds = config.get("mlp_layer_types") or ["dense"]
+    n_dense = kinds.count("dense")
+    require("dense" not in kinds[n_dense:], f"mlp_layer_types {kinds} has dense layers after sparse ones; "
+            "engines read first_k_dense_replace, which cannot say that")
+
+    text = one_layer(text, names)
+    unsaid = dict(qk_norm=has_q_norm(names), route_norm=True, first_k_dense_replace=n_dense,
+                  expert_hidden_dim=config.get("moe_intermediate_size"))
+    for key, value in unsaid.items():
+        if config.get(key) is None:
+            text = set_key(text, key, value)
+    return text
+
+
+class Family(NamedTuple):
+    read: Callable  # (config, names) -> what config.json says of the draft, in mtp.MTPConfig's spelling
+    keys: dict = {}  # {key of config.json: field of mtp.MTPConfig} where they differ
+    names: dict = {}  # {beginning of a draft tensor's name: what it is called here}; see stored_views
+    prefix: str = "model.layers.{N}."  # of the MTP layer
+    embed: str = "model.embed_tokens.weight"
+    write: Callable = one_layer  # (text of config.json, names) -> text of OUT's
+    dense: bool = False  # no MTP layer of its own: written in another family's layout
+
+
+FAMILIES = {
+    "glm4_moe": Family(glm4_moe),
+    "hy_v3": Family(
+        hy_v3, write=hy_v3_for_vllm,
+        keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
+              "expert_hidden_dim": "moe_intermediate_size", "router_scaling_factor": "routed_scaling_factor",
+              "route_norm": "norm_topk_prob", "qk_norm": "use_qk_norm"},
+        names={"shared_head.norm": "final_layernorm", "mlp.shared_experts": "mlp.shared_mlp",
+               "mlp.gate.weight": "mlp.router.gate.weight",
+               "mlp.gate.e_score_correction_bias": "mlp.expert_bias"}),
+    "bailing_moe_v2": Family(
+        bailing_moe_v2, embed="model.word_embeddings.weight",
+        keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
+              "use_qkv_bias": "attention_bias"},
+        names={"shared_head.norm": "final_layernorm", "self_attn.o_proj": "attention.dense",
+               "self_attn.q_proj": "attention.query_key_value",
+               "self_attn.k_proj": "attention.query_key_value",
+               "self_attn.v_proj": "attention.query_key_value",
+               "self_attn.q_norm": "attention.query_layernorm",
+               "self_attn.k_norm": "attention.key_layernorm",
+               "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"}),
+    "llama": Family(dense, dense=True),
+    "mistral": Family(dense, dense=True),
+    "qwen2": Family(dense, dense=True),
+    "qwen3": Family(dense, dense=True),
+}
+
+
+def family_of(config):
+    kind = config.get("model_type")
+    require(kind in FAMILIES, f"model_type {kind!r} is none of {', '.join(FAMILIES)}; MLA, softmax routers "
+            "and dense MTP layers do not fit this draft")
+    return FAMILIES[kind]
+
+
+def layer_prefix(config):
+    return family_of(config).prefix.format(N=config["num_hidden_layers"])
+
+
+def draft_config(config, names=None, sizes=None):
+    """mtp.MTPConfig's keywords for a target: of its config.json, a dict, and its tensors' names, which tell
+    what that leaves unsaid. sizes: of a dense target, those SIZES that are to differ from the usual."""
+    family = family_of(config)
+    sizes = {key: value for key, value in (sizes or {}).items() if value is not None}
+    require(family.dense or not sizes, f"{', '.join(sizes)} are for dense targets, a "
+            f"{config['model_type']} target has its own: leave them out")
+
+    config = {family.keys.get(key, key): value for key, value in config.items() if value is not None}
+    act = config.get("hidden_act", "silu")
+    bias = config.get("mlp_bias", False)
+    require(act == "silu" and not bias, f"experts must be silu without bias, not {act!r}, bias {bias!r}")
+
+    said = family.read(config | sizes, names)
+    found = USUAL | {key: said[key] for key in (*REQUIRED, *USUAL) if key in said} | read_rope(said)
+    found.setdefault("head_dim", said.get("hidden_size", 0) // said.get("num_attention_heads", 1))
+    lost = [key for key in REQUIRED if key not in found]
+    require(not lost, f"the {config['model_type']} config has no value for {', '.join(lost)}")
+    return found
+
+
+def read_rope(config):
+    """rope_theta and, where it is said, partial_rotary_factor: top level, rope_scaling, rope_parameters."""
+    config = config | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    kind = config.get("rope_type", config.get("type", "default"))
+    require(kind == "default", f"rope_type {kind!r} is not supported; only 'default' (plain RoPE) is")
+    theta = config.get("rope_theta")
+    require(theta, "the config has no rope_theta, neither on top nor in rope_parameters")
+
+    found = {"rope_theta": float(theta)}
+    if config.get("partial_rotary_factor") is not None:
+        found["partial_rotary_factor"] = config["partial_rotary_factor"]
+    return found
+
+
+# ---- Engines -----------------------------------------------------------------------------------------------
+# (layout, engine) -> (recycle, zero_first_embedding). What the engine gives to the next draft step: the
+# layer's output after the final norm (post) or before it (pre). Does it zero the embedding at position 0?
+# vLLM 0.32 and transformers 5.2x: seen in runs; SGLang 0.5.23: read in its source. Engines change.
+
+ENGINES = {
+    ("glm4_moe", "vllm"): ("pre", True),
+    ("glm4_moe", "sglang"): ("post", False),
+    ("glm4_moe", "transformers"): ("post", False),
+    ("hy_v3", "vllm"): ("post", True),
+    ("hy_v3", "sglang"): ("post", False),
+    ("bailing_moe_v2", "sglang"): ("post", False),
+}
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "transformers"}
+
+
+def engines_of(layout):
+    """{engine: its setting}."""
+    return {engine: setting for (kind, engine), setting in ENGINES.items() if kind == layout}
+
+
+def engine_setting(layout, engine):
+    """(recycle, zero_first_embedding) to train with. "any": a compromise where the engines differ."""
+    known = engines_of(layout)
+    if engine == "any":
+        recycles = {recycle for recycle, _ in known.values()}
+        return "both" if len(recycles) > 1 else recycles.pop(), False
+    require(engine in known, f"--engine {engine}: it has no drafting for the layout {layout}; give "
+            f"{' or '.join([*known, 'any'])}")
+    return known[engine]
+
+
+def serving_layout(config, names):
+    """The layout a target is served in: its own; for a dense one hy_v3, or glm4_moe if it has biases."""
+    if not family_of(config).dense:
+        return config["model_type"]
+    return "glm4_moe" if has_qkv_bias(names) else "hy_v3"
+
+
+# ---- Tensors: names and shapes -----------------------------------------------------------------------------
+
+def layer_shapes(config):
+    """{name: shape} of the tensors of a draft; config: a dict of mtp.MTPConfig's fields."""
+    C, D = config["hidden_size"], config["head_dim"]
+    H, G = config["num_attention_heads"], config["num_key_value_heads"]
+    E, F = config["n_routed_experts"], config["moe_intermediate_size"]
+    shared = config["n_shared_experts"] * F
+
+    shapes = {
+        "enorm.weight": (C,),
+        "hnorm.weight": (C,),
+        "eh_proj.weight": (C, 2 * C),  # columns: of the embedding, then of the hidden state
+        "input_layernorm.weight": (C,),
+        "self_attn.q_proj.weight": (H * D, C),
+        "self_attn.k_proj.weight": (G * D, C),
+        "self_attn.v_proj.weight": (G * D, C),
+        "self_attn.o_proj.weight": (C, H * D),
+        "post_attention_layernorm.weight": (C,),
+        "mlp.gate.weight": (E, C),
+        "mlp.gate.e_score_correction_bias": (E,),
+        "mlp.experts.gate_up_proj": (E, 2 * F, C),  # rows: of gate, then of up
+        "mlp.experts.down_proj": (E, C, F),
+        "shared_head.norm.weight": (C,),
+    }
+    if config["attention_bias"]:
+        shapes["self_attn.q_proj.bias"] = (H * D,)
+        shapes["self_attn.k_proj.bias"] = (G * D,)
+        shapes["self_attn.v_proj.bias"] = (G * D,)
+    if config["use_qk_norm"]:
+        shapes["self_attn.q_norm.weight"] = (D,)
+        shapes["self_attn.k_norm.weight"] = (D,)
+    if shared:
+        shapes["mlp.shared_experts.gate_proj.weight"] = (shared, C)
+        shapes["mlp.shared_experts.up_proj.weight"] = (shared, C)
+        shapes["mlp.shared_experts.down_proj.weight"] = (C, shared)
+    return shapes
+
+
+def unfused(name, tensor):
+    """[(name, view)]: one of a draft's tensors as checkpoints store it, each expert's matrices apart."""
+    if name == "mlp.experts.down_proj":  # (E, C, F)
+        return [(f"mlp.experts.{e}.down_proj.weight", down) for e, down in enumerate(tensor)]
+    if name != "mlp.experts.gate_up_proj":
+        return [(name, tensor)]
+
+    found = []
+    for e, matrix in enumerate(tensor):  # (E, 2F, C)
+        gate, up = matrix.chunk(2)  # (F, C)
+        found.append((f"mlp.experts.{e}.gate_proj.weight", gate))
+        found.append((f"mlp.experts.{e}.up_proj.weight", up))
+    return found
+
+
+def native_name(name, family):
+    """What a Family calls a tensor of its layer: the longest beginning that its table has is replaced."""
+    known = [start for start in family.names if name.startswith(start)]
+    if not known:
+        return name
+    start = max(known, key=len)
+    return family.names[start] + name.removeprefix(start)
+
+
+def stored_views(state, layout, prefix):
+    """{checkpoint name: [views into a draft's tensors]}. Several views that a family calls by one name are
+    stacked there: q, k and v, in the order of state, {draft name: tensor}, a state_dict()'s."""
+    found = {}
+    for fused, tensor in state.items():
+        for name, view in unfused(fused, tensor):
+            stored = prefix + native_name(name, FAMILIES[layout])
+            found.setdefault(stored, []).append(view)
+    return found
+
+
+def layer_tensors(state, layout, prefix):
+    """{checkpoint name: tensor} of a draft in a layout."""
+    views = stored_views(state, layout, prefix)
+    return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in views.items()}
+
+
+def expected_layer(config, names, prefix):
+    """{checkpoint name: shape} of the MTP layer that a config.json implies; tensor names fill its gaps."""
+    shapes = layer_shapes(draft_config(config, names))
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors = layer_tensors(state, config["model_type"], prefix)
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def expected_stack(config, names):
+    """{name: shape} of the main model that a config.json implies."""
+    C, V, width = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
+    sparse = {name: shape for name, shape in expected_layer(config, names, "").items()
+              if name.startswith(("self_attn.", "attention.", "mlp.", "input_", "post_"))}
+    dense = {name: shape for name, shape in sparse.items() if not name.startswith("mlp.")}
+    dense["mlp.gate_proj.weight"] = (width, C)
+    dense["mlp.up_proj.weight"] = (width, C)
+    dense["mlp.down_proj.weight"] = (C, width)
+
+    expected = {family_of(config).embed: (V, C), "model.norm.weight": (C,)}
+    if not config.get("tie_word_embeddings"):
+        expected["lm_head.weight"] = (V, C)
+    for i in range(config["num_hidden_layers"]):
+        layer = dense if i < config.get("first_k_dense_replace", 1) else sparse
+        expected |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return expected
+
 
 def layer_number(name):
     """i of model.layers.i.*, or -1."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
-def save_shard(path, tensors, metadata):
-    from safetensors.torch import save_file
-    save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, path,
-              metadata={"format": "pt", **metadata})
 
-# ---- What a configuration implies --------------------------------------------------------------------------
+# ---- Reading checkpoints and drafts ------------------------------------------------------------------------
 
-def layer_tensors(state, layout, prefix):
-    """{checkpoint name: tensor} of a draft in a layout: experts unfused, bailing's q, k, v fused."""
-    found = dict(native_views(state, layout, prefix))
-    for kind in ("weight", "bias"):
-        parts = [f"{prefix}attention.{part}_proj.{kind}" for part in "qkv"]
-        if parts[0] in found:
-            fused = torch.cat([found.pop(part) for part in parts])
-            found[f"{prefix}attention.query_key_value.{kind}"] = fused
-    return found
+class Checkpoint:
+    """Tensors of a Hugging Face directory, read one at a time, from safetensors only."""
 
-def expected_layer(config, names, prefix):
-    """{checkpoint name: shape} of the MTP layer that a config.json implies; tensor names fill its gaps."""
-    with torch.device("meta"):
-        state = MTP(read_target_config(config, names)).state_dict()
-    return {name: tuple(t.shape) for name, t in layer_tensors(state, config["model_type"], prefix).items()}
+    def __init__(self, path):
+        self.path = Path(path)
+        index, single = self.path / INDEX, self.path / SINGLE
+        require(index.exists() or single.exists(), f"{path} has no {SINGLE}: only safetensors are read")
+        self.config = json.loads((self.path / "config.json").read_text())
+        if index.exists():
+            self.files = json.loads(index.read_text())["weight_map"]  # {tensor name: file}
+        else:
+            with safe_open(single, "pt") as file:
+                self.files = dict.fromkeys(file.keys(), SINGLE)
 
-def expected_stack(config, names):
-    """{name: shape} of the main model that a config.json implies."""
-    C, V, width = (config[key] for key in ("hidden_size", "vocab_size", "intermediate_size"))
-    layer = {name: shape for name, shape in expected_layer(config, names, "").items()
-             if name.startswith(("self_attn.", "attention.", "mlp.", "input_", "post_"))}
-    dense = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")}
-    dense |= {f"mlp.{part}_proj.weight": (width, C) for part in ("gate", "up")}
-    dense["mlp.down_proj.weight"] = C, width
-    embed = "word_embeddings" if config["model_type"] == "bailing_moe_v2" else "embed_tokens"
-    expected = {f"model.{embed}.weight": (V, C), "model.norm.weight": (C,)}
-    expected |= {} if config.get("tie_word_embeddings") else {"lm_head.weight": (V, C)}
-    for i in range(config["num_hidden_layers"]):
-        part = dense if i < config.get("first_k_dense_replace", 1) else layer
-        expected |= {f"model.layers.{i}.{name}": shape for name, shape in part.items()}
-    return expected
+    def stored(self, name):
+        """A tensor as it is stored: of a quantised weight its codes."""
+        with safe_open(self.path / self.files[name], "pt") as file:
+            return file.get_tensor(name)
 
-# ---- The source --------------------------------------------------------------------------------------------
+    def read(self, name):
+        """A tensor; a quantised weight comes de-quantised, fp32."""
+        tensor = self.stored(name)
+        stem = name.removesuffix(".weight") + "."
+        beside = [other for other in self.files if other.startswith(stem)]
+        scales = {other: self.stored(other) for other in beside if "scale" in other.removeprefix(stem)}
+        if tensor.dtype.itemsize > 1 and not scales:
+            return tensor
+        block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (1, 1)
+        return dequantised(name, tensor, scales, block)
+
+
+def dequantised(name, codes, scales, block):
+    """fp32 tensor of a weight's codes and {name of its scale: scale}; what is not known is a ValueError."""
+    known = {name.removesuffix(".weight") + suffix for suffix in SCALES}
+    require(codes.dtype in CODES.values() and len(scales) == 1 and scales.keys() <= known,
+            f"{name} is {codes.dtype} with scales {', '.join(scales) or 'none'}: only float8_e4m3fn or "
+            f"int8 with one of {', '.join(SCALES)} can be de-quantised")
+
+    (kind, scale), = scales.items()
+    if kind.endswith("_inv"):  # of blocks, the last of each side may be ragged
+        rows, columns = codes.shape
+        fitting = (-(-rows // block[0]), -(-columns // block[1]))
+        require(scale.shape == fitting, f"{kind} is {tuple(scale.shape)}, but blocks of {tuple(block)} "
+                f"(weight_block_size) in {(rows, columns)} make {fitting}")
+        scale = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
+    elif scale.dim() == 1 and len(scale) > 1:  # of rows
+        scale = scale[:, None]
+    return codes.float() * scale.float()
+
+
+def mtp_prefix(config, names):
+    """'model.layers.N.' if a checkpoint (config.json's dict, tensor names) has an MTP layer, else None."""
+    here = layer_prefix(config)
+    second = layer_prefix({**config, "num_hidden_layers": config["num_hidden_layers"] + 1})
+    if any(name.startswith(second) for name in names):
+        warnings.warn(f"the checkpoint has more than one MTP layer; the first, {here[:-1]}, is used")
+    return here if any(name.startswith(here) for name in names) else None
+
+
+@torch.no_grad()
+def read_layer(checkpoint, prefix, state):
+    """Copy a checkpoint's own MTP layer into the tensors of `state`, a draft's state_dict(), in place. A
+    ValueError lists what is missing or misshapen."""
+    wrong = []
+    for name, views in stored_views(state, checkpoint.config["model_type"], prefix).items():
+        if name not in checkpoint.files:
+            wrong.append(f"{name} is missing")
+            continue
+
+        tensor = checkpoint.read(name)
+        rows = [len(view) for view in views]
+        expected = (sum(rows), *views[0].shape[1:])
+        if tensor.shape != expected:
+            wrong.append(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+        elif not tensor.isfinite().all():
+            wrong.append(f"{name} holds nan or inf")
+        else:
+            for view, part in zip(views, tensor.split(rows)):
+                view.copy_(part)
+
+    lines = "\n  ".join(wrong[:20])
+    require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used, {len(wrong)} of its tensors are "
+            f"wrong; try --init scratch:\n  {lines}")
+
+
+def read_draft(path):
+    """(config.json's dict, {name: tensor}) of a draft directory; ValueError if it is not one, complete."""
+    path = Path(path)
+    require((path / "config.json").exists(), f"{path} has no config.json: expected a draft directory")
+    meta = json.loads((path / "config.json").read_text())
+    needed = {*REQUIRED, *USUAL, "ttt_length", "engine", "recycle", "zero_first_embedding", "target",
+              "target_config_sha256"}
+    lost = sorted(needed - meta.keys())
+    require(meta.get("format") == 1 and not lost, f"{path}/config.json is not a draft's: expected format "
+            f"1, which mtp.py writes, found {meta.get('format')} without {', '.join(lost[:5])}")
+
+    state = load_file(path / SINGLE)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    expected = layer_shapes(meta)
+    wrong = {name for name, _ in shapes.items() ^ expected.items()}
+    require(not wrong, f"{path} does not fit its config: {', '.join(sorted(wrong)[:9])}")
+    return meta, {name: state[name] for name in expected}
+
+
+# ---- The source of OUT -------------------------------------------------------------------------------------
 
 class Source:
-    """A target directory: its config (dict and text) and its tensors' headers."""
+    """A target directory: its checkpoint, the text of its config.json and its tensors' headers."""
+
     def __init__(self, path):
-        self.path, self.checkpoint, self.entries = Path(path), Checkpoint(path), {}
-        self.text, self.config = (self.path / "config.json").read_text(), self.checkpoint.config
-        self.family, self.N = self.config["model_type"], self.config["num_hidden_layers"]
-        self.prefix, files = f"model.layers.{self.N}.", self.checkpoint.files
+        self.checkpoint = Checkpoint(path)
+        self.path, self.config = self.checkpoint.path, self.checkpoint.config
+        self.text = (self.path / "config.json").read_text()
+        self.family = family_of(self.config)
+        self.prefix = layer_prefix(self.config)
+        self.last = f"model.layers.{self.config['num_hidden_layers'] - 1}."  # prefix of the last main layer
+
+        self.entries = {}
+        files = self.checkpoint.files
         for file in sorted(set(files.values())):
             found, _ = read_header(self.path / file)
             self.entries |= {name: entry for name, entry in found.items() if files.get(name) == file}
         mtp_prefix(self.config, self.entries)  # warns of a second MTP layer
 
-    def likes(self, name):
-        """Tensors that show how one of layer N is stored here: itself, else its like in layer N - 1."""
-        return [at for at in (name, name.replace(self.prefix, f"model.layers.{self.N - 1}."))
-                if at in self.entries]
-
     def dtype(self, name, tensor):
-        """dtype to write a tensor of layer N in: its likes', else the router's own, else the embedding's."""
-        embed = [at for at in self.entries if at.endswith(("embed_tokens.weight", "word_embeddings.weight"))]
-        for at in self.likes(name) + ([] if name.endswith(ROUTER) else embed):
-            if self.entries[at].dtype in DTYPES:
-                return DTYPES[self.entries[at].dtype]
+        """dtype to write a tensor of the MTP layer in: that of its name or of its like in the last main
+        layer, unless they are codes; else a router's own, else the embedding's."""
+        likes = [name, name.replace(self.prefix, self.last)]
+        if not name.endswith(ROUTER):
+            likes.append(self.family.embed)
+        for like in likes:
+            if like in self.entries and self.entries[like].dtype in DTYPES:
+                return DTYPES[self.entries[like].dtype]
         return tensor.dtype
 
-def native_config(source):
-    """Text of OUT/config.json for a family with an MTP layer of its own: the source's, edited."""
-    text, config = set_key(source.text, "num_nextn_predict_layers", 1), source.config
-    if source.family != "hy_v3":
-        return text
-    kinds = config.get("mlp_layer_types") or ["dense"]
-    dense = kinds.count("dense")
-    if "dense" in kinds[dense:]:
-        raise ValueError(f"mlp_layer_types of {source.path} has dense layers after sparse ones; engines read "
-                         "first_k_dense_replace, which cannot say that")
-    qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in source.entries)
-    for key, value in zip(HY_V3, (qk_norm, True, dense, config.get("moe_intermediate_size"))):
-        text = text if config.get(key) is not None else set_key(text, key, value)
-    return text
+    def kept(self):
+        """Names of the tensors that OUT has too: the main model's and the optional copies of layer N."""
+        N = self.config["num_hidden_layers"]
+        return [name for name in self.entries
+                if layer_number(name) < N or name.removeprefix(self.prefix) in OPTIONAL]
+
 
 # ---- Dense targets as MoE models ---------------------------------------------------------------------------
-# A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want a MoE layer in
-# the main stack: the last MLP becomes a shared expert (weight 1, no gate) beside routed experts of zeros.
+# A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want a MoE layer
+# in the main stack: the last MLP becomes a shared expert (weight 1, no gate) beside routed experts of zeros.
+
+DENSE_LAYOUTS = {  # and what their config.json has beside the keys below
+    "hy_v3": dict(architectures=["HYV3ForCausalLM"], mlp_bias=False, enable_moe_fp32_combine=False),
+    "glm4_moe": dict(architectures=["Glm4MoeForCausalLM"], n_group=1, topk_group=1)}
+OF_DRAFT = ("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range", "attention_bias",
+            "rope_theta", "partial_rotary_factor", "n_routed_experts", "num_experts_per_tok",
+            "moe_intermediate_size", "n_shared_experts", "use_qk_norm", "norm_topk_prob",
+            "routed_scaling_factor")
+OF_SOURCE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "dtype", "torch_dtype", "hidden_act", "max_position_embeddings", "bos_token_id",
+             "eos_token_id", "pad_token_id")
+
 
 def dense_config(source, draft, layout):
-    """Text of OUT/config.json for a dense source and its draft's MTPConfig."""
-    if "quantization_config" in source.config:
-        raise ValueError(f"the dense target {source.path} is quantised; rewriting it needs plain weights")
-    if layout == "hy_v3" and draft.attention_bias:
-        raise ValueError(f"hy_v3 has no q, k, v biases, this {source.family} target has: --layout glm4_moe")
-    E, shared, N = draft.n_routed_experts, draft.n_shared_experts, source.N
-    if layout == "glm4_moe":
-        own = dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=E, n_shared_experts=shared,
-                   use_qk_norm=draft.use_qk_norm, norm_topk_prob=draft.norm_topk_prob, n_group=1,
-                   topk_group=1, routed_scaling_factor=draft.routed_scaling_factor)
-    else:
-        own = dict(architectures=["HYV3ForCausalLM"], num_experts=E, num_shared_experts=shared,
-                   mlp_bias=False, expert_hidden_dim=draft.moe_intermediate_size, qk_norm=draft.use_qk_norm,
-                   route_norm=draft.norm_topk_prob, router_scaling_factor=draft.routed_scaling_factor,
-                   enable_moe_fp32_combine=False, mlp_layer_types=["dense"] * (N - 1) + ["sparse"])
-    same = ("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range", "attention_bias",
-            "rope_theta", "partial_rotary_factor", "num_experts_per_tok", "moe_intermediate_size")
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "dtype", "torch_dtype", "hidden_act", "max_position_embeddings", "bos_token_id",
-            "eos_token_id", "pad_token_id")
-    rope = {"rope_type": "default", "rope_theta": draft.rope_theta, "partial_rotary_factor": 1.0}
-    config = {"model_type": layout, **own, "rope_parameters": rope, "tie_word_embeddings": False,
-              "first_k_dense_replace": N - 1, "num_nextn_predict_layers": 1}
-    config |= {key: getattr(draft, key) for key in same}
-    return json.dumps(config | {k: source.config[k] for k in kept if k in source.config}, indent=2) + "\n"
+    """Text of OUT/config.json for a dense source; draft: the config.json of its draft."""
+    require("quantization_config" not in source.config, f"the dense target {source.path} is quantised; "
+            "rewriting it needs plain weights: give the unquantised checkpoint")
+    require(layout != "hy_v3" or not draft["attention_bias"], "hy_v3 has no q, k, v biases, this "
+            f"{source.config['model_type']} target has: --layout glm4_moe")
 
-def dense_name(source, layout, name):
-    """A dense source's tensor name in OUT; None: not carried over."""
-    mlp, tied = f"model.layers.{source.N - 1}.mlp.", source.config.get("tie_word_embeddings")
-    if name.endswith("rotary_emb.inv_freq") or tied and name == "lm_head.weight":
-        return None
-    return name.replace(mlp, mlp + ("shared_mlp." if layout == "hy_v3" else "shared_experts."))
+    n_dense = source.config["num_hidden_layers"] - 1
+    config = {"model_type": layout, **DENSE_LAYOUTS[layout], "tie_word_embeddings": False,
+              "first_k_dense_replace": n_dense, "num_nextn_predict_layers": 1}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": draft["rope_theta"],
+                                 "partial_rotary_factor": 1.0}
+    config |= {key: draft[key] for key in OF_DRAFT}
+    config |= {key: draft[field] for key, field in FAMILIES[layout].keys.items()}
+    config |= {key: source.config[key] for key in OF_SOURCE if key in source.config}
+    if layout == "hy_v3":
+        config["mlp_layer_types"] = ["dense"] * n_dense + ["sparse"]
+    return json.dumps(config, indent=2) + "\n"
 
-def dense_additions(source, config, names):
-    """{name: tensor}: the last layer's router and experts, zeros, and the untied head; `names`: the rest."""
-    expected, mlp = expected_stack(config, names), f"model.layers.{source.N - 1}.mlp."
-    unknown = sorted(names - expected.keys())
-    if unknown:
-        raise ValueError(f"{source.path} has tensors for which {config['model_type']} has no place: "
-                         f"{', '.join(unknown[:5])}")
-    dtype = DTYPES[source.entries[mlp + "down_proj.weight"].dtype]
-    found = {name: torch.zeros(expected[name], dtype=torch.float32 if name.endswith(ROUTER) else dtype)
-             for name in expected.keys() - names if name.startswith(mlp)}
+
+def dense_names(source, layout):
+    """{tensor name of a dense source: its name in OUT}."""
+    mlp = source.last + "mlp."
+    shared = source.last + native_name("mlp.shared_experts.", FAMILIES[layout])
+    found = {name: name.replace(mlp, shared) for name in source.kept()
+             if not name.endswith("rotary_emb.inv_freq")}
     if source.config.get("tie_word_embeddings"):
-        found["lm_head.weight"] = source.checkpoint.read("model.embed_tokens.weight")
+        found.pop("lm_head.weight", None)  # dense_additions has it
     return found
 
+
+def dense_additions(source, config, names):
+    """{name: tensor}: the last layer's router and experts, zeros, and the untied head; names: of the rest."""
+    expected = expected_stack(config, names)
+    unknown = sorted(names - expected.keys())
+    require(not unknown, f"{source.path} has tensors for which {config['model_type']} has no place: "
+            f"{', '.join(unknown[:5])}")
+
+    mlp = source.last + "mlp."
+    dtype = DTYPES[source.entries[mlp + "down_proj.weight"].dtype]
+    found = {}
+    for name in expected.keys() - names:
+        if name.startswith(mlp):
+            of_router = name.endswith(ROUTER)
+            found[name] = torch.zeros(expected[name], dtype=torch.float32 if of_router else dtype)
+    if source.config.get("tie_word_embeddings"):
+        found["lm_head.weight"] = source.checkpoint.read(source.family.embed)
+    return found
+
+
 # ---- Quantised targets -------------------------------------------------------------------------------------
+# The draft's layer is written plain and named as such. Engines ask for modules by their stored names or as
+# they build them: q, k and v in one, gate and up in one, all experts of a layer in one. Both are listed.
 
-def dequantised(name, codes, scales, block):
-    """fp32 tensor of a weight's codes and {name of its scale: scale}; what is not known is a ValueError."""
-    stem, dtypes = name.removesuffix(".weight"), (torch.float8_e4m3fn, torch.int8)
-    (kind, scale), shape = [*scales.items(), ("none", torch.ones(()))][0], tuple(codes.shape)
-    if kind not in [stem + suffix for suffix in SCALES] or len(scales) > 1 or codes.dtype not in dtypes:
-        raise ValueError(f"{name} is {codes.dtype} with scales {', '.join(scales) or 'none'}: only "
-                         f"float8_e4m3fn or int8 with one of {', '.join(SCALES)} can be de-quantised")
-    if kind.endswith("_inv"):  # of blocks, the last of each side may be ragged
-        fitting = tuple(-(-size // b) for size, b in zip(shape, block))
-        if scale.shape != fitting:
-            raise ValueError(f"{kind} is {tuple(scale.shape)}, but blocks of {tuple(block)} "
-                             f"(weight_block_size) in {shape} make {fitting}")
-        scale = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:shape[0], :shape[1]]
-    return codes.float() * (scale[:, None] if scale.dim() == 1 and len(scale) > 1 else scale).float()
+UNQUANTISED = {"fp8": ("ignored_layers", "modules_to_not_convert"), "compressed-tensors": ("ignore",)}
+BUILT = ((r"\bgate_proj$", "gate_up_proj"), (r"\bq_proj$", "qkv_proj"), (r"\.experts\..*", ".experts"))
 
-def requantised(source, name, tensor):
-    """{name: codes, name: scale} in the scheme of a tensor's likes; {name: tensor} if they are plain."""
-    like = next(iter(source.likes(name)), "")
-    suffix = next((s for s in SCALES if like.removesuffix(".weight") + s in source.entries), None)
-    if suffix is None or source.entries[like].dtype not in CODES:
-        return {name: tensor.to(source.dtype(name, tensor))}
-    dtype, most = CODES[source.entries[like].dtype]
-    old, w = source.checkpoint._raw(like.removesuffix(".weight") + suffix), tensor.float()
-    if suffix == ".weight_scale_inv":
-        (b0, b1), (n, m) = source.checkpoint.block, w.shape
-        tiles = torch.nn.functional.pad(w, (0, -m % b1, 0, -n % b0)).unflatten(1, (-1, b1))
-        tiles = tiles.unflatten(0, (-1, b0))  # (n / b0, b0, m / b1, b1)
-        scale = (tiles.abs().amax((1, 3)) / most).clamp(min=1e-12).to(old.dtype)
-        full = scale.float().repeat_interleave(b0, 0)[:n].repeat_interleave(b1, 1)[:, :m]
-    else:
-        largest = w.abs().amax(1, keepdim=True) if old.numel() > 1 else w.abs().amax().reshape(old.shape)
-        full = scale = (largest / most).clamp(min=1e-12).to(old.dtype)
-        scale = scale[:, 0] if old.dim() == 1 and old.numel() > 1 else scale
-    codes = (w / full.float()).clamp(-most, most)
-    return {name: (codes.round() if dtype == torch.int8 else codes).to(dtype),
-            name.removesuffix(".weight") + suffix: scale}
 
 def name_unquantised(text, names):
-    """config.json's text with the modules of layer N's plain tensors named as unquantised.
+    """config.json's text with the modules of layer N's plain tensors named as unquantised."""
+    config = json.loads(text)["quantization_config"]
+    method = config.get("quant_method")
+    require(method in UNQUANTISED, f"quant_method {method!r} is not known here ("
+            f"{' and '.join(UNQUANTISED)} are), so it cannot be told that the MTP layer is plain; convert "
+            "the unquantised checkpoint")
 
-    Engines ask for modules as they build them (qkv_proj, gate_up_proj, mlp.experts) or stored: give both."""
-    quantised = json.loads(text)["quantization_config"]
-    method = quantised.get("quant_method")
-    keys = {"fp8": ["ignored_layers", "modules_to_not_convert"], "compressed-tensors": ["ignore"]}.get(method)
-    if keys is None:
-        raise ValueError(f"quant_method {method!r} is not known here (fp8 and compressed-tensors are), so it "
-                         "cannot be told that the MTP layer is plain; convert the unquantised checkpoint")
-    modules = {n.removesuffix(".weight") for n in names if n.endswith(".weight") and "norm" not in n}
-    modules |= {re.sub(r"\.experts\..*", ".experts", re.sub(r"\bq_proj$", "qkv_proj", re.sub(
-        r"\bgate_proj$", "gate_up_proj", name))) for name in modules}
-    for key in [key for key in keys if quantised.get(key)] or keys[-1:]:
-        listed = quantised.get(key) or []
-        patterns = [re.compile(name[3:]) for name in listed if name.startswith("re:")]
-        quantised[key] = listed + sorted(name for name in modules if name not in listed
-                                         and not any(pattern.match(name) for pattern in patterns))
-    same = quantised == json.loads(text)["quantization_config"]
-    return text if same else set_key(text, "quantization_config", quantised)
+    modules = {name.removesuffix(".weight") for name in names
+               if name.endswith(".weight") and "norm" not in name}
+    for module in list(modules):
+        for stored, built in BUILT:
+            module = re.sub(stored, built, module)
+        modules.add(module)
+
+    edited = dict(config)
+    keys = UNQUANTISED[method]
+    for key in [key for key in keys if config.get(key)] or keys[-1:]:
+        listed = config.get(key) or []
+        patterns = [name.removeprefix("re:") for name in listed if name.startswith("re:")]
+        edited[key] = listed + [name for name in sorted(modules.difference(listed))
+                                if not any(re.match(pattern, name) for pattern in patterns)]
+    return text if edited == config else set_key(text, "quantization_config", edited)
+
 
 # ---- Plan and writing --------------------------------------------------------------------------------------
 
 class Plan(NamedTuple):
+    """What OUT will hold."""
     source: Source
-    config: str     # text of OUT/config.json
-    keep: dict      # source file -> {name in the source: name in OUT}
-    new: dict       # {name: tensor} of the draft's shard
+    config: str  # text of its config.json
+    keep: dict  # {source file: {name in the source: name in OUT}}
+    new: dict  # {name: tensor} of the draft's shard
     metadata: dict  # of that shard
 
     def intact(self, file):
         """Can OUT link this shard: are all its keys kept under their own names?"""
-        return self.keep[file] == {n: n for n, entry in self.source.entries.items() if entry.file == file}
+        entries = self.source.entries.items()
+        return self.keep[file] == {name: name for name, entry in entries if entry.file == file}
 
     def entries(self):
         """{name: Entry} of OUT."""
-        kept = {new: self.source.entries[old]._replace(file=RENAMED.get(file, file))
-                for file, names in self.keep.items() for old, new in names.items()}
-        return kept | {n: Entry(NAMES[t.dtype], tuple(t.shape), t.nbytes, SHARD) for n, t in self.new.items()}
+        found = {}
+        for file, names in self.keep.items():
+            for old, new in names.items():
+                found[new] = self.source.entries[old]._replace(file=RENAMED.get(file, file))
+        for name, tensor in self.new.items():
+            found[name] = Entry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, SHARD)
+        return found
 
-def make_plan(model, meta, source, layout, draft_only=False, requantize=False):
-    """What OUT will hold. Raises ValueError for what the layout cannot express."""
-    dense, new, keep = source.family in DENSE, {}, {}
-    config = dense_config(source, model.config, layout) if dense else native_config(source)
-    for name, tensor in layer_tensors(model.state_dict(), layout, source.prefix).items():
-        plain = {name: tensor.to(source.dtype(name, tensor))}
-        new |= requantised(source, name, tensor) if requantize else plain
+
+def make_plan(draft, state, source, layout, draft_only=False):
+    """The Plan for a draft (its config.json and tensors). ValueError for what the layout cannot express."""
+    if source.family.dense:
+        config = dense_config(source, draft, layout)
+        names = dense_names(source, layout)
+    else:
+        config = source.family.write(source.text, source.entries)
+        names = {name: name for name in source.kept()}
+
+    new = {name: tensor.to(source.dtype(name, tensor))
+           for name, tensor in layer_tensors(state, layout, source.prefix).items()}
     if "quantization_config" in source.config:
-        plain = [name for name, tensor in new.items() if NAMES[tensor.dtype] in DTYPES]
-        config = name_unquantised(config, plain)
-    for name, entry in source.entries.items():
-        out = dense_name(source, layout, name) if dense else name
-        if out and (layer_number(name) < source.N or name.removeprefix(source.prefix) in OPTIONAL):
-            keep.setdefault(entry.file, {})[name] = out
-    if dense and not draft_only:
-        kept = {out for names in keep.values() for out in names.values()}
-        new |= dense_additions(source, json.loads(config), kept)
-    metadata = {"mtp_recycle": meta["recycle"], "mtp_zero_first_embedding": str(meta["zero_first_embedding"]),
-                "mtp_ttt_length": str(meta["ttt_length"]), "mtp_draft_only": str(draft_only)}
-    return Plan(source, config, {} if draft_only else keep, new, metadata)
+        config = name_unquantised(config, new)
+
+    keep = {}
+    if not draft_only:
+        for old, name in names.items():
+            keep.setdefault(source.entries[old].file, {})[old] = name
+        if source.family.dense:
+            new |= dense_additions(source, json.loads(config), set(names.values()))
+
+    metadata = {f"mtp_{key}": str(draft[key])
+                for key in ("engine", "recycle", "zero_first_embedding", "ttt_length")}
+    metadata["mtp_draft_only"] = str(draft_only)
+    return Plan(source, config, keep, new, metadata)
+
 
 def write(plan, folder):
     """Fill a new folder as planned."""
     folder.mkdir()
-    source, entries = plan.source, plan.entries()
+    source = plan.source
     for file, names in plan.keep.items():
         out = folder / RENAMED.get(file, file)
-        if not plan.intact(file):
-            save_shard(out, {new: source.checkpoint._raw(old) for old, new in names.items()}, {})
-            continue
-        try:
-            os.link((source.path / file).resolve(), out)  # hub caches hold symbolic links
-        except OSError:  # another file system
-            shutil.copy2(source.path / file, out)
+        if plan.intact(file):
+            link(source.path / file, out)
+        else:
+            save_shard(out, {new: source.checkpoint.stored(old) for old, new in names.items()}, {})
     save_shard(folder / SHARD, plan.new, plan.metadata)
+
+    entries = plan.entries()
     index = {"metadata": {"total_size": sum(entry.size for entry in entries.values())},
              "weight_map": {name: entries[name].file for name in sorted(entries)}}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (folder / "config.json").write_text(plan.config)
-    for path in source.path.iterdir():
-        done = path.name == "config.json" or path.name.endswith(WEIGHTS)
-        if path.is_file() and not done and path.name[0] != ".":
+
+    for path in source.path.iterdir():  # the tokenizer and what else lies there
+        written = path.name == "config.json" or path.name.endswith(WEIGHTS)
+        if path.is_file() and not written and not path.name.startswith("."):
             shutil.copy2(path.resolve(), folder / path.name)
+
+
+def link(path, out):
+    """A hard link, or a copy where the file system has none."""
+    path = path.resolve()  # hub caches hold symbolic links
+    try:
+        os.link(path, out)
+    except OSError:
+        shutil.copy2(path, out)
+
 
 # ---- Check -------------------------------------------------------------------------------------------------
 
 def check(folder):
     """(problems, metadata of the draft's shard) of a serving directory: what is wrong, one line each."""
-    folder, problems, entries, metadata = Path(folder), [], {}, {}
+    folder = Path(folder)
     require((folder / "config.json").is_file(), f"{folder} has no config.json: no checkpoint's folder")
     checkpoint = Checkpoint(folder)  # without an index: a single file
-    config, files = checkpoint.config, checkpoint.files
-    if not mtp_prefix(config, files):
-        return [f"there is no MTP layer, model.layers.{config['num_hidden_layers']}.*"], {}
+    config = checkpoint.config
+    if not mtp_prefix(config, checkpoint.files):
+        return [f"there is no MTP layer, {layer_prefix(config)}*"], {}
+
+    entries, metadata, problems = {}, {}, []
     for path in sorted(folder.glob("*.safetensors")):
         try:
             found, about = read_header(path)
@@ -356,128 +848,184 @@ def check(folder):
             problems.append(str(error))
             continue
         entries |= found
-        metadata |= about if path.name == SHARD else {}
-        problems += [f"{name} lies in {path.name}, the index says {files.get(name, 'nothing')}"
-                     for name in found if files.get(name) != path.name]
+        if path.name == SHARD:
+            metadata = about
+
+    problems += check_index(checkpoint, entries)
+    problems += check_config(checkpoint, entries)
+    problems += check_layer(checkpoint, entries)
+    if metadata.get("mtp_draft_only") != "True":
+        stack = expected_stack(config, entries)
+        if "quantization_config" in config:  # packed formats have names of their own
+            stack = {name: shape for name, shape in stack.items() if name in entries}
+        problems += wrong_shapes(stack, entries)
+    return problems, metadata
+
+
+def check_index(checkpoint, entries):
+    """Is every tensor where the index says, if there is one?"""
+    files = checkpoint.files
+    problems = [f"{name} lies in {entry.file}, the index says {files.get(name, 'nothing')}"
+                for name, entry in entries.items() if files.get(name) != entry.file]
     problems += [f"{name} is indexed in {file}, which lacks it or does not exist"
                  for name, file in files.items() if name not in entries]
-    index = json.loads((folder / INDEX).read_text()) if (folder / INDEX).exists() else {}
-    size, said = sum(entry.size for entry in entries.values()), index.get("metadata", {}).get("total_size")
-    if index and size != said:
-        problems.append(f"the index gives total_size {said}, the tensors have {size} bytes")
-    problems += [f"config.json lacks {key}, which vLLM reads" for key in HY_V3
-                 if config["model_type"] == "hy_v3" and config.get(key) is None]
-    if config.get("num_nextn_predict_layers") != 1:
-        problems.append(f"num_nextn_predict_layers is {config.get('num_nextn_predict_layers')}, expected 1")
-    problems += check_layer(checkpoint, entries)
-    stack = expected_stack(config, entries) if metadata.get("mtp_draft_only") != "True" else {}
-    if "quantization_config" in config:  # packed formats have names of their own
-        stack = {name: shape for name, shape in stack.items() if name in entries}
-    return problems + wrong_shapes(stack, entries), metadata
+
+    path = checkpoint.path / INDEX
+    if path.exists():
+        said = json.loads(path.read_text()).get("metadata", {}).get("total_size")
+        size = sum(entry.size for entry in entries.values())
+        if size != said:
+            problems.append(f"the index gives total_size {said}, the tensors have {size} bytes")
+    return problems
+
+
+def check_config(checkpoint, entries):
+    """Does config.json say what its family's `write` makes it say?"""
+    text = (checkpoint.path / "config.json").read_text()
+    wanted = json.loads(family_of(checkpoint.config).write(text, entries))
+    return [f"config.json has {key} {checkpoint.config.get(key)}, engines need {value}"
+            for key, value in wanted.items() if checkpoint.config.get(key) != value]
+
+
+def check_layer(checkpoint, entries):
+    """Problems of the MTP layer: keys, shapes, values, quantisation; keys that do not belong there."""
+    config = checkpoint.config
+    prefix = layer_prefix(config)
+    expected = expected_layer(config, entries, prefix)
+    copies = [prefix + name for name in OPTIONAL if prefix + name in entries]
+    head = (config["vocab_size"], config["hidden_size"])
+    problems = wrong_shapes(expected | dict.fromkeys(copies, head), entries)
+
+    there = [name for name in expected if name in entries]
+    problems += [f"{name} holds nan or inf" for name in there
+                 if name in checkpoint.files and not checkpoint.read(name).isfinite().all()]
+
+    coded = [name for name in there if entries[name].dtype in CODES]
+    scales = [name.removesuffix(".weight") + suffix for name in coded for suffix in SCALES]
+    known = {*expected, *copies, *scales}
+    problems += [f"{name} belongs to no MTP layer of this family: engines stumble over it or ignore it"
+                 for name in entries
+                 if layer_number(name) >= config["num_hidden_layers"] and name not in known]
+
+    if "quantization_config" in config:
+        text = json.dumps(config)
+        if name_unquantised(text, expected.keys() - set(coded)) != text:
+            problems.append("quantization_config does not name the plain modules of the MTP layer as "
+                            "unquantised")
+    return problems
+
 
 def wrong_shapes(expected, entries):
-    found = []
+    """Problems: which tensors of {name: shape} are missing or have another shape."""
+    problems = []
     for name, shape in expected.items():
         fused = re.sub(r"experts\.\d+\..*", "experts.gate_up_proj", name)
         if name not in entries:
             why = "; engines want one tensor per expert, not a fused one" if fused in entries else ""
-            found.append(f"{name} is missing{why}")
+            problems.append(f"{name} is missing{why}")
         elif entries[name].shape != shape:
-            found.append(f"{name} has shape {entries[name].shape}, the config implies {shape}")
-    return found
-
-def check_layer(checkpoint, entries):
-    """Problems of the MTP layer: keys, shapes, values, quantisation; keys that do not belong there."""
-    config, N, text = checkpoint.config, checkpoint.config["num_hidden_layers"], json.dumps(checkpoint.config)
-    prefix, head = f"model.layers.{N}.", (config["vocab_size"], config["hidden_size"])
-    expected = expected_layer(config, entries, prefix)
-    known = expected | {prefix + name: head for name in OPTIONAL if prefix + name in entries}
-    problems = wrong_shapes(known, entries)
-    for name in [name for name in expected if name in entries and name in checkpoint.files]:
-        if not checkpoint.read(name).isfinite().all():
-            problems.append(f"{name} holds nan or inf")
-    coded = [name for name in expected if name in entries and entries[name].dtype in CODES]
-    known = known.keys() | {name.removesuffix(".weight") + suffix for name in coded for suffix in SCALES}
-    problems += [f"{name} belongs to no MTP layer of this family: engines stumble over it or ignore it"
-                 for name in entries if layer_number(name) >= N and name not in known]
-    plain = [name for name in expected if name not in coded]
-    if "quantization_config" in config and name_unquantised(text, plain) != text:
-        problems.append("quantization_config does not name the plain modules of the MTP layer as unquantised")
+            problems.append(f"{name} has shape {entries[name].shape}, the config implies {shape}")
     return problems
 
+
+def exactness(layout, engine, recycle, zero):
+    """For which engines a draft in a layout is exact, and how to train for the others. engine, recycle,
+    zero: what it was trained with."""
+    exact, other = [], []
+    for each, setting in engines_of(layout).items():
+        if setting == (recycle, zero) or recycle == "both" and setting[1] == zero:  # both: a row drew one
+            exact.append(ENGINE_NAMES[each])
+        elif each == engine:  # it was trained for the layout that a dense target has by default
+            other.append(f"; NOT for {ENGINE_NAMES[each]} (leave --layout out)")
+        else:
+            other.append(f"; NOT for {ENGINE_NAMES[each]} (train with --engine {each})")
+    return f"exact for {' and '.join(exact) or 'no engine'}{''.join(other)}"
+
+
 def report(folder, name=None):
-    """Print the check of a folder and the engine its draft is exact for; returns True if nothing is wrong."""
+    """Print the check of a folder and the engines its draft is exact for; True if nothing is wrong."""
     problems, metadata = check(folder)
     for line in problems:
         print(f"wrong: {line}")
     layout = json.loads((Path(folder) / "config.json").read_text())["model_type"]
-    print(f"{name or folder}: {f'{len(problems)} problems' if problems else 'complete'}, {layout}")
-    recycle, zero, K = (metadata.get(f"mtp_{k}") for k in ("recycle", "zero_first_embedding", "ttt_length"))
-    zero = zero == "True"
-    if recycle:
-        kinds = ["post", "pre"] if recycle == "both" else [recycle]  # both: each row drew one
-        found = [EXACT[layout, kind, zero] for kind in kinds if (layout, kind, zero) in EXACT]
-        other = [f"; NOT for {engine} (train with --recycle {r}{' --zero-first-embedding' if z else ''})"
-                 for (kind, r, z), engine in EXACT.items() if kind == layout and engine not in found]
-        print(f"trained with K = {K}, recycle {recycle}, zero_first_embedding {zero}: exact for "
-              f"{' and '.join(found) or 'no engine'}{''.join(other)}")
+    verdict = f"{len(problems)} problems" if problems else "complete"
+    print(f"{name or folder}: {verdict}, {layout}")
+
+    if "mtp_engine" in metadata:
+        engine, recycle = metadata["mtp_engine"], metadata["mtp_recycle"]
+        zero = metadata["mtp_zero_first_embedding"] == "True"
+        print(f"trained with --engine {engine} (K = {metadata['mtp_ttt_length']}, recycle {recycle}, "
+              f"zero_first_embedding {zero}): {exactness(layout, engine, recycle, zero)}")
     return not problems
+
 
 # ---- Command line ------------------------------------------------------------------------------------------
 
-def open_source(args, meta):
-    """The draft's target as a Source; a config.json other than the one it was trained for is refused."""
-    if not args.target and not os.path.isdir(meta["target"]):
-        raise FileNotFoundError(f"the draft's target {meta['target']} is not there; give --target DIR")
-    source = Source(find_target(args.target or meta["target"]))
-    found, expected = sha256(source.path / "config.json"), meta["target_config_sha256"]
-    if found != expected:
-        raise ValueError(f"the draft was trained for another target: config.json of {source.path} has sha256 "
-                         f"{found[:12]}.., the draft expects {expected[:12]}..; give --target DIR")
+def open_source(args, draft):
+    """The draft's target; a config.json other than the one it was trained for is refused."""
+    path = args.target or draft["target"]
+    require(args.target or os.path.isdir(path), f"the draft's target {path} is not there; give --target DIR")
+    source = Source(find_target(path))
+    found, expected = sha256(source.path / "config.json"), draft["target_config_sha256"]
+    require(found == expected, f"the draft was trained for another target: config.json of {source.path} "
+            f"has sha256 {found[:12]}.., the draft expects {expected[:12]}..; give --target DIR")
     return source
 
+
+def choose_layout(asked, source):
+    own = serving_layout(source.config, source.entries)
+    require(source.family.dense or asked in (None, own), f"--layout {asked}: the target is {own} already; "
+            "leave --layout out")
+    return asked or own
+
+
+def check_out(args, source):
+    """The path of OUT; one whose content is not ours to replace is refused."""
+    out = Path(args.out).resolve()
+    for path in (source.path.resolve(), Path(args.draft).resolve()):
+        require(out not in (path, *path.parents),
+                f"--out {args.out} would overwrite {path}; give another folder")
+    free = not out.exists() or not any(out.iterdir())
+    require(free or args.force and (out / INDEX).exists(),
+            f"--out {args.out} is not empty; give another folder, or --force over a checkpoint")
+    return out
+
+
 def convert(args):
-    model, meta = load_draft(args.draft)
-    source = open_source(args, meta)
-    layout = source.family
-    if layout in DENSE:
-        layout = args.layout or ("glm4_moe" if model.config.attention_bias else "hy_v3")
-    elif args.layout not in (None, layout):
-        raise ValueError(f"--layout {args.layout}: the target is {layout} already; leave --layout out")
-    plan = make_plan(model, meta, source, layout, args.draft_only, args.requantize)
+    draft, state = read_draft(args.draft)
+    source = open_source(args, draft)
+    plan = make_plan(draft, state, source, choose_layout(args.layout, source), args.draft_only)
     if args.dry_run:
         for name, entry in sorted(plan.entries().items(), key=lambda item: (item[1].file, item[0])):
             print(f"{entry.file}  {name}  {list(entry.shape)}  {entry.dtype}")
         return
-    out = Path(args.out).resolve()
-    for path in (source.path.resolve(), Path(args.draft).resolve()):
-        if out in (path, *path.parents):
-            raise ValueError(f"--out {args.out} would overwrite {path}; give another folder")
-    if out.exists() and any(out.iterdir()) and not (args.force and (out / INDEX).exists()):
-        raise ValueError(f"--out {args.out} is not empty; give another folder, or --force over a checkpoint")
-    out.parent.mkdir(parents=True, exist_ok=True)
+
+    out = check_out(args, source)
+    fresh = aside(out)
     try:
-        with atomic(out) as aside:
-            write(plan, aside)
-            if not report(aside, args.out):
-                raise ValueError("what was written fails its check (above): a fault of ours. Nothing is kept")
+        write(plan, fresh)
+        sound = report(fresh, args.out)
+        require(sound, "what was written fails its check (above): a fault of ours. Nothing is kept")
+        put_in_place(fresh, out)
     finally:
-        shutil.rmtree(out.with_name(f".{out.name}.partial"), ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
+
 
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="convert.py", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("draft", nargs="?", help="draft directory that mtp.py trained")
-    parser.add_argument("--target", help="the target's directory, if it is not where it was in training")
-    parser.add_argument("--out", help="directory to write")
-    parser.add_argument("--layout", choices=["glm4_moe", "hy_v3"],
-                        help="how to write a dense target (default hy_v3; glm4_moe if it has biases)")
-    for flag, text in (("--requantize", "write it in the quantised target's scheme (default: plain)"),
-                       ("--draft-only", "write the draft's layer and config.json alone"),
-                       ("--dry-run", "list what would be written"), ("--force", "replace a checkpoint OUT")):
-        parser.add_argument(flag, action="store_true", help=text)
-    parser.add_argument("--check", metavar="OUT", help="check a serving directory; exit 1 if it is wrong")
+    add = parser.add_argument
+    add("draft", nargs="?", help="draft directory that mtp.py trained")
+    add("--target", help="the target's directory, if it is not where it was in training")
+    add("--out", help="directory to write")
+    add("--layout", choices=list(DENSE_LAYOUTS),
+        help="how to write a dense target (default hy_v3; glm4_moe if it has biases)")
+    add("--draft-only", action="store_true", help="write the draft's layer and config.json alone")
+    add("--dry-run", action="store_true", help="list what would be written")
+    add("--force", action="store_true", help="replace a checkpoint OUT")
+    add("--check", metavar="OUT", help="check a serving directory; exit 1 if it is wrong")
     return parser.parse_args(arguments)
+
 
 def main(arguments=None):
     args = parse(arguments)
@@ -486,13 +1034,14 @@ def main(arguments=None):
             warnings.showwarning = lambda text, *_: print(f"convert.py: warning: {text}", file=sys.stderr)
             if args.check:
                 return 0 if report(args.check) else 1
-            if not args.draft or not (args.out or args.dry_run):
-                raise ValueError("give a draft directory and --out OUT, or --check OUT")
+            require(args.draft and (args.out or args.dry_run),
+                    "give a draft directory and --out OUT, or --check OUT")
             convert(args)
     except (ValueError, OSError, SafetensorError) as error:
         print(f"convert.py: error: {error}", file=sys.stderr)
         return 2
     return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -34,8 +34,7 @@ exchange between ranks to DeepSpeed Ulysses. This file is an independent impleme
 from __future__ import annotations
 
 import math
-import warnings
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -61,14 +60,6 @@ def require(holds, message):
         raise ValueError(message)
 
 # ---- Config ------------------------------------------------------------------------------------------------
-KEYS = {  # what families call the fields of MTPConfig
-    "glm4_moe": {},
-    "hy_v3": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
-              "expert_hidden_dim": "moe_intermediate_size", "router_scaling_factor": "routed_scaling_factor",
-              "route_norm": "norm_topk_prob", "qk_norm": "use_qk_norm"},
-    "bailing_moe_v2": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
-                       "use_qkv_bias": "attention_bias"}}
-
 @dataclass
 class MTPConfig:
     """Shape of a draft layer, in glm4_moe's spelling for every family."""
@@ -102,42 +93,6 @@ class MTPConfig:
         A, usable = self.num_experts_per_tok, E // self.n_group * min(self.topk_group, self.n_group)
         require(1 <= A <= usable, f"num_experts_per_tok {A} is not in 1..{usable}, all topk_group allows")
         require(rotary > 0 and rotary % 2 == 0, f"RoPE turns {rotary} of {self.head_dim} dims, must be even")
-    @classmethod
-    def from_hf(cls, config, names=None):
-        """Read a target's config.json, a dict; tensors' names tell a hy_v3 layer's QK-norm if it does not."""
-        family = config.get("model_type")
-        require(family in KEYS, f"model_type {family!r} is none of {', '.join(KEYS)}; MLA, softmax routers "
-                "and dense MTP layers do not fit this draft")
-        config = {KEYS[family].get(key, key): value for key, value in config.items() if value is not None}
-        act, bias = config.get("hidden_act", "silu"), config.get("mlp_bias", False)
-        require(act == "silu" and not bias, f"experts must be silu without bias, not {act!r}, bias {bias!r}")
-        default = dict(use_qk_norm=False, partial_rotary_factor=0.5)
-        if family == "bailing_moe_v2":
-            usual = ("use_bias", False), ("score_function", "sigmoid"), (
-                "moe_shared_expert_intermediate_size", config.get("moe_intermediate_size"))
-            odd = {key: config[key] for key, value in usual if config.get(key, value) != value}
-            require(not odd, f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
-            default = dict(n_shared_experts=0)
-        if family == "hy_v3":  # transformers writes neither key and does both; vLLM reads no qk_norm as False
-            q_norm = names is None or any(name.endswith("self_attn.q_norm.weight") for name in names)
-            default = dict(use_qk_norm=q_norm, norm_topk_prob=True)
-            for name in default.keys() - config.keys():
-                warnings.warn(f"the hy_v3 config does not say {name}: taken as {default[name]}")
-        found = default | {f.name: config[f.name] for f in fields(cls) if f.name in config}
-        found["rope_theta"], rotary = read_rope(config)
-        found |= {} if rotary is None else {"partial_rotary_factor": rotary}
-        found.setdefault("head_dim", found.get("hidden_size", 0) // found.get("num_attention_heads", 1))
-        lost = [f.name for f in fields(cls) if f.default is MISSING and f.name not in found]
-        require(not lost, f"the {family} config has no value for {', '.join(lost)}")
-        return cls(**found)
-
-def read_rope(config):
-    """rope_theta, partial_rotary_factor or None: from the top level, rope_parameters or rope_scaling."""
-    config = config | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
-    kind = config.get("rope_type", config.get("type", "default"))
-    require(kind == "default", f"rope_type {kind!r} is not supported; only 'default' (plain RoPE) is")
-    require(config.get("rope_theta"), "the config has no rope_theta, neither on top nor in rope_parameters")
-    return float(config["rope_theta"]), config.get("partial_rotary_factor")
 
 # ---- Small operations --------------------------------------------------------------------------------------
 def fp32(dtype):  # at least: what norms, routers, softmaxes and sums run in
@@ -793,9 +748,10 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from bisect import bisect_left, insort
 from collections import namedtuple
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, field, fields, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -803,90 +759,15 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 try:
     from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
     from tqdm import tqdm
+
+    import convert  # beside this file
     LOST = None
 except ImportError as error:
-    LOST = f"{error}; pip install transformers safetensors"
+    LOST = f"{error}; pip install transformers safetensors, and keep convert.py beside mtp.py"
 
-# ---- Checkpoint layouts and initialisation -----------------------------------------------------------------
-# The draft's own names are glm4_moe's. What other families call the same tensors of their layer N:
-LAYOUTS = {
-    "glm4_moe": {},
-    "hy_v3": {"shared_head.norm.": "final_layernorm.", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
-              "mlp.gate.weight": "mlp.router.gate.weight", "mlp.shared_experts.": "mlp.shared_mlp."},
-    "bailing_moe_v2": {  # its q, k and v are rows of one tensor: see Checkpoint
-        "shared_head.norm.": "final_layernorm.", "self_attn.o_proj": "attention.dense",
-        "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
-        "self_attn.": "attention.", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"},
-}
-DENSE = ("llama", "mistral", "qwen2", "qwen3")  # without an MTP layer; convert.py writes them as MoE models
-
-def native_views(state, family, prefix):
-    """(checkpoint name, view into the state_dict) of each tensor, experts unfused: to read or write one."""
-    for name, tensor in state.items():
-        stem, experts, kind = name.partition("mlp.experts.")
-        for e, matrix in enumerate(tensor if experts else ()):
-            parts = zip(("gate", "up"), matrix.chunk(2)) if kind == "gate_up_proj" else [("down", matrix)]
-            yield from ((f"{prefix}{stem}mlp.experts.{e}.{part}_proj.weight", x) for part, x in parts)
-        for ours, theirs in LAYOUTS[family].items():
-            name = name.replace(ours, theirs)
-        if not experts:
-            yield prefix + name, tensor
-
-class Checkpoint:
-    """Tensors of a Hugging Face directory, read one at a time, from safetensors only. float8 and int8 weights
-    come de-quantised by convert.py, as fp32."""
-    def __init__(self, path):
-        self.path, index = Path(path), Path(path) / "model.safetensors.index.json"
-        single = self.path / "model.safetensors"
-        require(index.exists() or single.exists(), f"{path} has no {single.name}: only safetensors are read")
-        self.config = json.loads((self.path / "config.json").read_text())
-        self.files = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(
-            safe_open(single, "pt").keys(), single.name)
-        self.block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (1, 1)
-        G, H = (self.config.get(f"num_{kind}_heads") or 1 for kind in ("key_value", "attention"))
-        self.parts = {stored.replace("query_key_value", f"{part}_proj"): (stored, [H, G, G], i)
-                      for stored in self.files if ".attention.query_key_value." in stored
-                      for i, part in enumerate("qkv")}  # {part: (fused tensor, share of its rows, which one)}
-    def _raw(self, name):
-        with safe_open(self.path / self.files[name], "pt") as file:
-            return file.get_tensor(name)
-    def read(self, name):
-        if name in self.parts:
-            stored, heads, i = self.parts[name]
-            tensor = self.read(stored)
-            return tensor.split([n * (len(tensor) // sum(heads)) for n in heads])[i]
-        tensor, stem = self._raw(name), name.removesuffix(".weight")
-        scales = [n for n in self.files if n.startswith(stem + ".") and "scale" in n[len(stem):]]
-        if tensor.dtype.itemsize > 1 and not scales:
-            return tensor
-        from convert import dequantised
-        return dequantised(name, tensor, {scale: self._raw(scale) for scale in scales}, self.block)
-
-def mtp_prefix(config, names):
-    """'model.layers.N.' if a checkpoint (config.json's dict, tensor names) has an MTP layer, else None."""
-    here, next_one = (f"model.layers.{config['num_hidden_layers'] + i}." for i in (0, 1))
-    if any(name.startswith(next_one) for name in names):
-        warnings.warn(f"the checkpoint has more than one MTP layer; the first, {here[:-1]}, is used")
-    return here if any(name.startswith(here) for name in names) else None
-
-@torch.no_grad()
-def warm_start(model, checkpoint, prefix):
-    """Copy the target's own MTP layer into `model`; a ValueError lists all that is missing or misshapen."""
-    wrong = []
-    for name, view in native_views(model.state_dict(), checkpoint.config["model_type"], prefix):
-        held = name in checkpoint.files or name in checkpoint.parts
-        tensor = checkpoint.read(name) if held else None
-        fits = held and tensor.shape == view.shape
-        if fits and tensor.isfinite().all():
-            view.copy_(tensor)
-        else:
-            shape = held and f"has shape {tuple(tensor.shape)}, expected {tuple(view.shape)}"
-            wrong.append(f"{name} {'holds nan or inf' if fits else shape or 'is missing'}")
-    shown = "\n  ".join(wrong[:20] + [f"and {len(wrong) - 20} more"] * (len(wrong) > 20))
-    require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used; try --init scratch:\n  {shown}")
-
+# ---- Drafts ------------------------------------------------------------------------------------------------
 def save_draft(path, model, meta, rank=0):
     """A draft directory: model.safetensors (state_dict), config.json (MTPConfig and `meta`); on all ranks."""
     path, state = Path(path), {name: whole(x.detach()) for name, x in model.state_dict().items()}
@@ -899,42 +780,10 @@ def save_draft(path, model, meta, rank=0):
 
 def load_draft(path):
     """(MTP model, config.json's dict) of a draft directory; ValueError if it is not one of ours, complete."""
-    require((Path(path) / "config.json").exists(), f"{path} has no config.json: expected a draft directory")
-    meta, names = json.loads((Path(path) / "config.json").read_text()), [f.name for f in fields(MTPConfig)]
-    require(meta.get("format") == 1 and meta.keys() >= set(names), f"{path}/config.json is not a draft's")
-    model, state = MTP(MTPConfig(**{x: meta[x] for x in names})), load_file(Path(path) / "model.safetensors")
-    shapes = {name: x.shape for name, x in state.items()}
-    wrong = [name for name, x in model.state_dict().items() if shapes.pop(name, None) != x.shape]
-    require(not wrong and not shapes, f"{path} does not fit its config: {', '.join([*wrong, *shapes][:9])}")
+    meta, state = convert.read_draft(path)
+    model = MTP(MTPConfig(**{f.name: meta[f.name] for f in fields(MTPConfig)}))
     model.to(state["eh_proj.weight"].dtype).load_state_dict(state)
     return model, meta
-
-def read_target_config(config, names, **sizes):
-    """MTPConfig of the draft for a target (config.json's dict, tensor names); `sizes`: of dense targets."""
-    family = config.get("model_type")
-    if family in DENSE:
-        return dense_draft_config(config, names, sizes)
-    require(not any(sizes.values()), f"{', '.join(sizes)} are for dense targets ({', '.join(DENSE)})")
-    return MTPConfig.from_hf(config, names)
-
-def dense_draft_config(config, names, sizes):
-    """MTPConfig of a draft for a dense target. Shared experts are as wide as its MLP, which becomes one."""
-    family, width = config["model_type"], config["intermediate_size"]
-    sliding = config.get("sliding_window") if config.get("use_sliding_window", family == "mistral") else None
-    require(not sliding and "sliding_attention" not in (config.get("layer_types") or []), f"the {family} "
-            f"target has sliding-window attention ({sliding}), which neither draft nor serving layout has")
-    require(not any(x.endswith("o_proj.bias") for x in names), "o_proj biases fit no serving layout")
-    E, A, F, shared = (sizes.get(name) for name in SIZES)
-    if not shared:
-        shared = max(1, width // F) if F else next(n for n in (4, 2, 1) if width % (32 * n) == 0 or n == 1)
-    F = F or width // shared
-    require(shared * F == width, f"{shared} shared experts of {F} are not the intermediate_size {width}")
-    config = {"num_key_value_heads": config["num_attention_heads"], "rms_norm_eps": 1e-6, **config} | dict(
-        model_type="glm4_moe", partial_rotary_factor=1.0, n_shared_experts=shared, moe_intermediate_size=F,
-        n_routed_experts=E or 8, num_experts_per_tok=A or 2,
-        use_qk_norm=any(name.endswith("q_norm.weight") for name in names),
-        attention_bias=any(name.endswith("q_proj.bias") for name in names))
-    return replace(MTPConfig.from_hf(config), model_type=family)
 
 # ---- Targets and data --------------------------------------------------------------------------------------
 class Sample(NamedTuple):
@@ -953,11 +802,12 @@ class Target:
         from transformers.utils import logging
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # it lists an MTP layer as unexpected; what is missing is refused below
-        self.path, self.device = find_target(path), device
-        self.checkpoint = Checkpoint(self.path)
-        self.config, self.sha256 = self.checkpoint.config, sha256(self.path / "config.json")
-        sizes = {name: getattr(cfg, name, None) for name in SIZES}
-        self.draft_config = read_target_config(self.config, self.checkpoint.files, **sizes)  # before loading
+        self.path, self.device = convert.find_target(path), device
+        self.checkpoint = convert.Checkpoint(self.path)
+        self.config, self.sha256 = self.checkpoint.config, convert.sha256(self.path / "config.json")
+        names, sizes = self.checkpoint.files, {name: getattr(cfg, name, None) for name in convert.SIZES}
+        self.draft_config = MTPConfig(**convert.draft_config(self.config, names, sizes))  # before loading
+        self.layout = convert.serving_layout(self.config, names)
         options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
         self.model, info = AutoModelForCausalLM.from_pretrained(
@@ -994,18 +844,6 @@ class Target:
             rows = rows[at] if len(rows.get_shape()) == 2 else rows[at, last]  # (T, layers, C)
         rows = rows.to(self.model.device)
         return (rows if stage == "post_norm" else self.model.base_model.norm(rows)).to(self.device)
-
-def sha256(path):
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-def find_target(path):
-    """Directory of a target; what is none is a hub id, downloaded if need be."""
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(path if os.path.isdir(path) else snapshot_download(
-            str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except Exception as error:  # the hub's client raises many kinds
-        raise FileNotFoundError(f"target {str(path)!r} is neither a directory nor a hub id that can be had: "
-                                f"{str(error).splitlines()[0]}") from None
 
 DEMO = dict(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=8, head_dim=32,
             num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
@@ -1291,25 +1129,14 @@ def learning_rate(step, cfg):
 
 @contextlib.contextmanager
 def atomic(path, ranks=Ranks()):
-    """Write aside, fsync, rename (rank 0): `path`, file or folder, is the old or the complete new one."""
-    aside = (path := Path(path)).with_name(f".{Path(path).name}.partial")
-    if ranks.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
+    """convert.atomic, all ranks together: rank 0 puts in place what they have written."""
+    aside = convert.aside(path)
     barrier(ranks)
     yield aside
     barrier(ranks)
     if ranks.rank == 0:
-        for written in [*aside.rglob("*"), aside]:
-            fsync(written)
-        if path.is_dir():
-            shutil.rmtree(path)
-        os.replace(aside, path)
-        fsync(path.parent)
+        convert.put_in_place(aside, path)
 
-def fsync(path):
-    os.fsync(fd := os.open(path, os.O_RDONLY))
-    os.close(fd)
 def saved_states(out):  # complete ones, oldest first
     found = (path for path in (Path(out) / "checkpoints").glob("step-*") if path.name[5:].isdigit())
     return sorted(found, key=lambda path: int(path.name[5:]))
@@ -1352,8 +1179,6 @@ def load_state(path, model, optimizer, progress):
 def option(default, help, **more):
     return field(default=default, metadata={"help": help, **more})
 
-SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-
 @dataclass
 class TrainConfig:
     target: str = option(None, "HF directory or hub id; default: the demo's, or --draft's", group="target")
@@ -1369,8 +1194,7 @@ class TrainConfig:
     init: str = option("auto", "warm (target's MTP layer), scratch, auto or a draft directory", group="draft")
     n_routed_experts: int = option(None, "E, for a dense target (default 8)")
     num_experts_per_tok: int = option(None, "A, for a dense target (default 2)")
-    moe_intermediate_size: int = option(None, "F, for a dense target; F * n_shared_experts = its MLP width")
-    n_shared_experts: int = option(None, "for a dense target (default 4)")
+    moe_intermediate_size: int = option(None, "F, for a dense target: a divisor of its MLP's width")
     backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp fa, rows split over ranks",
                           choices=[*BACKENDS, "auto"], also="--attention-backend", group="attention")
     sp: int = option(None, "usp: ranks that share a row; default all")
@@ -1529,8 +1353,8 @@ class Run:
     def write_draft(self, path):
         cfg, target = self.cfg, self.target
         save_draft(path, self.model, dict(
-            ttt_length=cfg.ttt_length, recycle=cfg.recycle, zero_first_embedding=cfg.zero_first_embedding,
-            target=str(target.path.resolve()), target_config_sha256=target.sha256), self.ranks.rank)
+            ttt_length=cfg.ttt_length, engine="any", recycle=cfg.recycle,
+            zero_first_embedding=cfg.zero_first_embedding, target=str(target.path.resolve()), target_config_sha256=target.sha256), self.ranks.rank)
     def append(self, line):
         """A line of metrics.jsonl; with --tensorboard its numbers go there, too."""
         if self.ranks.rank == 0:
@@ -1582,7 +1406,7 @@ def open_target(cfg, ranks):
 
 def make_draft(cfg, target, ranks):
     """(the draft on its device, with the target's embedding and head; whether it is from scratch)."""
-    prefix, given = mtp_prefix(target.config, target.checkpoint.files), os.path.isdir(cfg.init)
+    prefix, given = convert.mtp_prefix(target.config, target.checkpoint.files), os.path.isdir(cfg.init)
     require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
     model = MTP(target.draft_config).to(target.lm_head.dtype)
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
@@ -1592,7 +1416,7 @@ def make_draft(cfg, target, ranks):
         require(same, f"--init {cfg.init} was trained for another target or has other sizes")
         model.load_state_dict(draft.state_dict())
     elif prefix and cfg.init != "scratch":
-        warm_start(model, target.checkpoint, prefix)
+        convert.read_layer(target.checkpoint, prefix, model.state_dict())
     model.to(ranks.device).set_target(target.embed, target.lm_head)
     return model, not given and (not prefix or cfg.init == "scratch")
 

@@ -304,7 +304,7 @@ def top_half():
 
 
 def test_line_budgets():
-    budget = {"mtp.py": 2000, "convert.py": 500, "setup.py": 80, "test_mtp.py": None}
+    budget = {"mtp.py": 2000, "convert.py": None, "setup.py": 80, "test_mtp.py": None}
     for name, most in budget.items():
         if not (HERE / name).exists():
             continue
@@ -389,27 +389,56 @@ HY = dict(
     router_scaling_factor=2.8, rope_theta=11158840.0, qk_norm=True, route_norm=True)
 
 
-def test_from_hf_glm4_moe():
-    cfg = mtp.MTPConfig.from_hf(GLM)
+def read_config(config, names=None, sizes=None):
+    return mtp.MTPConfig(**convert.draft_config(config, names, sizes))
+
+
+def test_a_glm4_moe_config_is_read():
+    cfg = read_config(GLM)
     assert {name: getattr(cfg, name) for name in GLM} == GLM and cfg.head_dim == 16
     bare = {key: value for key, value in GLM.items() if key not in ("partial_rotary_factor", "use_qk_norm")}
-    cfg = mtp.MTPConfig.from_hf(bare)
+    cfg = read_config(bare)
     assert cfg.partial_rotary_factor == 0.5 and cfg.use_qk_norm is False
 
 
-def test_from_hf_hy_v3():
-    cfg = mtp.MTPConfig.from_hf(HY)
+def test_a_hy_v3_config_is_read():
+    cfg = read_config(HY)
     assert (cfg.n_routed_experts, cfg.n_shared_experts, cfg.moe_intermediate_size) == (8, 1, 32)
     assert (cfg.routed_scaling_factor, cfg.partial_rotary_factor, cfg.use_qk_norm) == (2.8, 1.0, True)
     other = {**HY, "expert_hidden_dim": None, "moe_intermediate_size": 48, "qk_norm": False}
-    cfg = mtp.MTPConfig.from_hf(other)
+    cfg = read_config(other)
     assert cfg.moe_intermediate_size == 48 and cfg.use_qk_norm is False
     silent = {key: value for key, value in HY.items() if key not in ("qk_norm", "route_norm")}
     with_norm, without = ["model.layers.1.self_attn.q_norm.weight"], ["lm_head.weight"]
     for names, expected in ((None, True), (with_norm, True), (without, False)):
         with pytest.warns(UserWarning, match="does not say"):
-            cfg = mtp.MTPConfig.from_hf(silent, names)
+            cfg = read_config(silent, names)
         assert cfg.use_qk_norm is expected and cfg.norm_topk_prob is True
+
+
+def test_a_config_that_says_nothing_more_gets_the_drafts_defaults():
+    """Every field of MTPConfig is read; where neither config.json nor its family says, its default holds."""
+    fields = {field.name: field.default for field in dataclasses.fields(mtp.MTPConfig)}
+    required = {name for name, default in fields.items() if default is dataclasses.MISSING}
+    assert set(convert.REQUIRED) == required
+    assert convert.USUAL == {name: default for name, default in fields.items() if name not in required}
+    assert convert.draft_config(GLM).keys() == fields.keys()
+
+
+SHAPES = [
+    dict(), dict(use_qk_norm=False, attention_bias=True), dict(n_shared_experts=0), dict(n_shared_experts=3),
+    dict(num_key_value_heads=4, head_dim=10, partial_rotary_factor=1.0, n_routed_experts=4),
+    dict(use_qk_norm=False, n_shared_experts=0, attention_bias=True, hidden_size=20, vocab_size=7)]
+
+
+@pytest.mark.parametrize("change", SHAPES)
+def test_layer_shapes_are_the_drafts(change):
+    config = toy_config(**change)
+    state = mtp.MTP(config).state_dict()
+    shapes = convert.layer_shapes(dataclasses.asdict(config))
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    q, k, v = (list(found).index(f"self_attn.{part}_proj.weight") for part in "qkv" for found in [state])
+    assert q < k < v, "the rows of a fused q, k, v are stacked in the order of a state_dict"
 
 
 @pytest.mark.parametrize("change, says", [
@@ -429,7 +458,7 @@ def test_from_hf_hy_v3():
 ])
 def test_an_unfit_config_is_a_clear_error(change, says):
     with pytest.raises(ValueError, match=says):
-        mtp.MTPConfig.from_hf({**GLM, **change})
+        read_config({**GLM, **change})
 
 
 def transformers_layer(family, **changes):
@@ -470,7 +499,7 @@ LAYERS = [
 def test_decoder_layer_is_transformers_layer(family, changes):
     """Output and every gradient, fp32, on the same weights, for both backends."""
     config, theirs, rotary = transformers_layer(family, **changes)
-    ours = mtp.DecoderLayer(mtp.MTPConfig.from_hf(config.to_dict()))
+    ours = mtp.DecoderLayer(read_config(config.to_dict()))
     state = {name.replace("mlp.e_score", "mlp.gate.e_score"): x for name, x in theirs.state_dict().items()}
     ours.load_state_dict(state)
     B, T = 2, 17
@@ -505,7 +534,7 @@ def test_rope_is_transformers_rope_however_the_config_spells_it(family, changes)
     cos, sin = rotary(torch.zeros(1), position_ids)
     half = cos.shape[-1] // 2
     for spelled in (nested, flat):
-        cfg = mtp.MTPConfig.from_hf(spelled)
+        cfg = read_config(spelled)
         x = torch.zeros(1, 4, 2, cfg.head_dim)
         x[..., :half] = 1.0  # each pair (1, 0) becomes (cos, sin); dims that RoPE leaves alone stay 0
         a, b, rest = mtp.rope(x, position_ids, cfg)[:, :, 0].split([half, half, cfg.head_dim - 2 * half], -1)
@@ -1509,17 +1538,17 @@ def make_target(path, family="glm4_moe", mtp_layer=True, dtype=torch.float32, ti
         raw |= dict(qk_norm=True, route_norm=True)
         (path / "config.json").write_text(json.dumps(raw))
     if mtp_layer:
-        draft = random_draft(mtp.MTPConfig.from_hf(raw), seed=seed + 1)
+        draft = random_draft(read_config(raw), seed=seed + 1)
         state = load_file(path / "model.safetensors")
         state |= {name: view.clone() if "gate.weight" in name or "bias" in name else view.to(dtype)
-                  for name, view in mtp.native_views(draft.state_dict(), family, "model.layers.2.")}
+                  for name, view in convert.layer_tensors(draft.state_dict(), family, "model.layers.2.").items()}
         save_file(state, path / "model.safetensors", metadata={"format": "pt"})
         return draft
     return None
 
 
 def demo_config(**changes):
-    return mtp.MTPConfig.from_hf({**mtp.DEMO, "model_type": "glm4_moe", "rope_theta": 1e4, **changes})
+    return read_config({**mtp.DEMO, "model_type": "glm4_moe", "rope_theta": 1e4, **changes})
 
 
 def random_draft(config, seed):
@@ -1651,8 +1680,8 @@ def test_a_second_mtp_layer_is_announced(tmp_path):
     make_target(tmp_path / "t")
     edit_checkpoint(tmp_path / "t", lambda s: s.update({"model.layers.3.enorm.weight": torch.ones(32)}))
     with pytest.warns(UserWarning, match="more than one MTP layer; the first, model.layers.2,"):
-        found = mtp.Checkpoint(tmp_path / "t")
-        assert mtp.mtp_prefix(found.config, found.files) == "model.layers.2."
+        found = convert.Checkpoint(tmp_path / "t")
+        assert convert.mtp_prefix(found.config, found.files) == "model.layers.2."
 
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "column", "scalar"])
@@ -1664,7 +1693,7 @@ def test_quantised_weights_are_dequantised(kind, code, tmp_path):
     name = "a.weight_scale_inv" if kind == "blocks" else "a.weight_scale"
     save_file({"a.weight": codes, name: scale}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [4, 6]}}')
-    found = mtp.Checkpoint(tmp_path).read("a.weight")
+    found = convert.Checkpoint(tmp_path).read("a.weight")
     for i in range(10):  # element by element; the last block of rows and of columns is ragged
         for j in range(14):
             one = scale[i // 4, j // 6] if kind == "blocks" else scale.flatten()[i % scale.numel()]
@@ -1676,21 +1705,25 @@ def test_scales_that_do_not_fit_are_refused(tmp_path):
               tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [4, 6]}}')
     with pytest.raises(ValueError, match=r"is \(2, 3\), but blocks of \(4, 6\).*make \(3, 3\)"):
-        mtp.Checkpoint(tmp_path).read("a.weight")
+        convert.Checkpoint(tmp_path).read("a.weight")
 
 
 def test_pickled_checkpoints_are_not_read(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="only safetensors"):
-        mtp.Checkpoint(tmp_path)
+        convert.Checkpoint(tmp_path)
+
+
+ABOUT = dict(ttt_length=3, engine="vllm", recycle="pre", zero_first_embedding=True, target="somewhere",
+             target_config_sha256="0")
 
 
 def test_a_draft_survives_saving_and_loading(tmp_path):
     model = random_draft(demo_config(), 3).bfloat16()
-    mtp.save_draft(tmp_path, model, dict(ttt_length=3, recycle="pre"))
+    mtp.save_draft(tmp_path, model, ABOUT)
     loaded, meta = mtp.load_draft(tmp_path)
-    assert (meta["ttt_length"], meta["recycle"], meta["format"], loaded.config) == (3, "pre", 1, model.config)
+    assert meta == dataclasses.asdict(model.config) | ABOUT | dict(format=1) and loaded.config == model.config
     for name, tensor in model.state_dict().items():
         found = loaded.state_dict()[name]
         assert torch.equal(found, tensor) and found.dtype == tensor.dtype
@@ -1698,10 +1731,44 @@ def test_a_draft_survives_saving_and_loading(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_put_in_place_is_old_or_whole(kind, tmp_path):
+    """convert.atomic: an error within leaves the old one, the next write sees nothing of the failed one."""
+    def write(path, words, error=None):
+        with convert.atomic(path) as fresh:
+            assert not fresh.exists()
+            if kind == "folder":
+                fresh.mkdir()
+            for i, word in enumerate(words):
+                (fresh / f"{i}" if kind == "folder" else fresh).write_text(word)
+            if error:
+                raise error
+        assert not fresh.exists()
+
+    def read(path):
+        return {p.name: p.read_text() for p in (path.iterdir() if kind == "folder" else [path])}
+    path = tmp_path / "deep/inside"
+    write(path, ["a", "b"])
+    before = read(path)
+    with pytest.raises(OSError):
+        write(path, ["c"], OSError("no space left on device"))
+    assert read(path) == before
+    write(path, ["d"])
+    assert read(path) == ({"0": "d"} if kind == "folder" else {"inside": "d"})
+
+
 def test_a_draft_that_does_not_fit_its_config_is_refused(tmp_path):
-    mtp.save_draft(tmp_path, random_draft(demo_config(), 3), dict(ttt_length=3))
+    mtp.save_draft(tmp_path, random_draft(demo_config(), 3), ABOUT)
     edit_checkpoint(tmp_path, lambda s: (s.pop("enorm.weight"), s.update(extra=torch.ones(1))))
     with pytest.raises(ValueError, match="enorm.weight, extra"):
+        mtp.load_draft(tmp_path)
+    edit_checkpoint(tmp_path, lambda s: (s.pop("extra"), s.update({"enorm.weight": torch.ones(5)})))
+    with pytest.raises(ValueError, match="its config: enorm.weight$"):
+        mtp.load_draft(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["engine"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is not a draft's: .* without engine"):
         mtp.load_draft(tmp_path)
     with pytest.raises(ValueError, match="no config.json"):
         mtp.load_draft(tmp_path / "nowhere")
@@ -2399,7 +2466,7 @@ def test_the_draft_of_a_sharded_run_is_whole(chats, split, tmp_path):
         assert torch.equal(tensor, state.get(f"master.{name}", state.get(name))), name
     convert_cli(run, "--out", tmp_path / "out")
     source, out = tensors(chats[0]), tensors(tmp_path / "out")
-    views = dict(mtp.native_views(draft, "glm4_moe", "model.layers.2."))
+    views = convert.layer_tensors(draft, "glm4_moe", "model.layers.2.")
     assert views.keys() <= out.keys()
     for name in out:
         expected = views.get(name, source.get(name)).to(out[name].dtype)  # fp32 where the source has it
@@ -3881,14 +3948,15 @@ def tiny_target(path, family, dtype=torch.float32, native=1, shards=1, seed=0, e
     config = config or tiny_config(family, **more)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        shape, N = mtp.MTPConfig.from_hf(config), config["num_hidden_layers"]
+        shape, N = read_config(config), config["num_hidden_layers"]
     state, C, V = {}, config["hidden_size"], config["vocab_size"]
     for i in range(N + native):
         width = config["intermediate_size"] if i == 0 else None
         layer = mtp.MTP(shape) if i >= N else mtp.DecoderLayer(shape)
         layer.mlp = mtp.MLP(C, width) if width else layer.mlp
         randomise(layer, seed * 1000 + i)
-        state |= {k: t.clone() for k, t in mtp.native_views(layer.state_dict(), family, f"model.layers.{i}.")}
+        views = convert.layer_tensors(layer.state_dict(), family, f"model.layers.{i}.")
+        state |= {name: view.clone() for name, view in views.items()}
     g = torch.Generator().manual_seed(seed * 1000 + 999)
     state |= {"model.embed_tokens.weight": torch.randn(V, C, generator=g) * embed_std,
               "model.norm.weight": 0.5 + torch.rand(C, generator=g),
@@ -3917,28 +3985,24 @@ def write_checkpoint(path, state, config, shards=1):
     (path / "generation_config.json").write_text('{"eos_token_id": 1}')
 
 
-def draft_config(config, names, **sizes):
-    return mtp.read_target_config(config, names, **{name: sizes.get(name) for name in mtp.SIZES})
-
-
-def draft_of(target, path, recycle="post", zero=False, K=3, seed=7, model=None):
-    """A draft directory for a target: random, or the given model."""
-    config, names = json.loads((target / "config.json").read_text()), mtp.Checkpoint(target).files
+def draft_of(target, path, engine="sglang", K=3, seed=7, model=None):
+    """A draft directory for a target, as if trained for an engine: random, or the given model."""
+    config, names = json.loads((target / "config.json").read_text()), convert.Checkpoint(target).files
     if model is None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = mtp.MTP(draft_config(config, names))
+            model = mtp.MTP(read_config(config, names))
         randomise(model, seed)
     sha = hashlib.sha256((target / "config.json").read_bytes()).hexdigest()
-    mtp.save_draft(path, model,
-                   dict(ttt_length=K, recycle=recycle, zero_first_embedding=zero, target=str(target),
-                                     target_config_sha256=sha))
+    recycle, zero = convert.engine_setting(convert.serving_layout(config, names), engine)
+    mtp.save_draft(path, model, dict(ttt_length=K, engine=engine, recycle=recycle, zero_first_embedding=zero,
+                                     target=str(target), target_config_sha256=sha))
     return path
 
 
 def tensors(folder):
     """All tensors of a checkpoint directory, through its index where it has one."""
-    files = mtp.Checkpoint(folder).files
+    files = convert.Checkpoint(folder).files
     return {name: t for file in set(files.values()) for name, t in load_file(Path(folder) / file).items()
             if files.get(name) == file}
 
@@ -3952,9 +4016,9 @@ def same_tensors(a, b):
 
 def warm(target, dtype):
     """The draft that a warm start from a target gives."""
-    config, checkpoint = json.loads((target / "config.json").read_text()), mtp.Checkpoint(target)
-    model = mtp.MTP(draft_config(config, checkpoint.files)).to(dtype)
-    mtp.warm_start(model, checkpoint, mtp.mtp_prefix(config, checkpoint.files))
+    config, checkpoint = json.loads((target / "config.json").read_text()), convert.Checkpoint(target)
+    model = mtp.MTP(read_config(config, checkpoint.files)).to(dtype)
+    convert.read_layer(checkpoint, convert.mtp_prefix(config, checkpoint.files), model.state_dict())
     return model
 
 
@@ -4035,7 +4099,7 @@ def test_config_text_is_kept(tmp_path):
     edited = convert.set_key(odd, "num_nextn_predict_layers", 1)
     assert edited == odd.replace("layers\"  : 3", "layers\"  : 1")
     added = convert.set_key('{\n    "a": 1.50\n}\n', "num_nextn_predict_layers", 1)
-    assert added == '{\n    "a": 1.50,\n    "num_nextn_predict_layers": 1\n}\n'
+    assert added == '{\n    "num_nextn_predict_layers": 1,\n    "a": 1.50\n}\n'
     assert json.loads(convert.set_key("{}", "b", True)) == {"b": True}
     assert json.loads(convert.set_key('{"a": [1, 2]}', "a", [3])) == {"a": [3]}
 
@@ -4065,7 +4129,7 @@ def test_draft_only_and_dry_run(tmp_path, capsys):
     listed = {line.split()[1]: line.split()[0] for line in lines
               if line.split()[1].endswith(("weight", "_bias"))}
     convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
-    assert listed == mtp.Checkpoint(tmp_path / "out").files
+    assert listed == convert.Checkpoint(tmp_path / "out").files
     convert_cli(tmp_path / "draft", "--draft-only", "--out", tmp_path / "only")
     full, only = tensors(tmp_path / "out"), tensors(tmp_path / "only")
     same_tensors(only, {name: t for name, t in full.items() if name.startswith("model.layers.2.")})
@@ -4196,24 +4260,43 @@ def test_check_finds(tmp_path, capsys, family, mutation, message):
     assert message in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family, recycle, zero, engine", [
-    ("glm4_moe", "pre", True, "exact for vLLM; NOT for SGLang and transformers (train with --recycle post)"),
-    ("glm4_moe", "post", False, "exact for SGLang and transformers; NOT for vLLM (train with --recycle pre "
-     "--zero-first-embedding)"),
-    ("hy_v3", "post", True, "exact for vLLM; NOT for SGLang (train with --recycle post)"),
-    ("hy_v3", "post", False, "exact for SGLang; NOT for vLLM (train with --recycle post "
-     "--zero-first-embedding)"),
-    ("hy_v3", "pre", True, "exact for no engine; NOT for vLLM (train with --recycle post "
-     "--zero-first-embedding); NOT for SGLang (train with --recycle post)"),
-    ("hy_v3", "both", True, "exact for vLLM"),
-    ("glm4_moe", "both", False, "exact for SGLang and transformers")])
-def test_check_names_the_engine(tmp_path, capsys, family, recycle, zero, engine):
+@pytest.mark.parametrize("family, engine, setting, says", [
+    ("glm4_moe", "vllm", ("pre", True), "exact for vLLM; NOT for SGLang (train with --engine sglang); NOT for "
+     "transformers (train with --engine transformers)"),
+    ("glm4_moe", "sglang", ("post", False), "exact for SGLang and transformers; NOT for vLLM (train with "
+     "--engine vllm)"),
+    ("glm4_moe", "transformers", ("post", False), "exact for SGLang and transformers; NOT for vLLM"),
+    ("glm4_moe", "any", ("both", False), "exact for SGLang and transformers; NOT for vLLM (train with "
+     "--engine vllm)"),
+    ("hy_v3", "vllm", ("post", True), "exact for vLLM; NOT for SGLang (train with --engine sglang)"),
+    ("hy_v3", "sglang", ("post", False), "exact for SGLang; NOT for vLLM (train with --engine vllm)"),
+    ("hy_v3", "any", ("post", False), "exact for SGLang; NOT for vLLM (train with --engine vllm)")])
+def test_check_names_the_engine(tmp_path, capsys, family, engine, setting, says):
+    assert convert.engine_setting(family, engine) == setting
     source = tiny_target(tmp_path / "target", family)
-    draft_of(source, tmp_path / "draft", recycle, zero)
+    draft_of(source, tmp_path / "draft", engine)
     convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
     capsys.readouterr()
     convert_cli("--check", tmp_path / "out")
-    assert engine in capsys.readouterr().out
+    line = capsys.readouterr().out.splitlines()[-1]
+    trained = f"trained with --engine {engine} (K = 3, recycle {setting[0]}, zero_first_embedding {setting[1]})"
+    assert line.startswith(f"{trained}: {says}")
+
+
+def test_a_layout_that_an_engine_does_not_serve_is_refused():
+    for layout, engine, known in (("bailing_moe_v2", "vllm", "sglang or any"),
+                                  ("hy_v3", "transformers", "vllm or sglang or any")):
+        with pytest.raises(ValueError, match=f"--engine {engine}.*layout {layout}; give {known}$"):
+            convert.engine_setting(layout, engine)
+    assert convert.engine_setting("bailing_moe_v2", "any") == ("post", False)
+
+
+def test_a_draft_in_another_layout_than_it_was_trained_for_is_exact_for_no_engine(tmp_path, capsys):
+    source = dense_target(tmp_path / "target", "llama")
+    draft_of(source, tmp_path / "draft", "vllm")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out", "--layout", "glm4_moe")
+    says = "exact for no engine; NOT for vLLM (leave --layout out); NOT for SGLang (train with --engine sglang)"
+    assert says in capsys.readouterr().out
 
 
 # ---- convert.py: dense targets -----------------------------------------------------------------------------
@@ -4300,20 +4383,22 @@ def test_dense_refusals(tmp_path, capsys):
                                   ("llama", dict(hidden_act="gelu"), "silu")):
         source = dense_target(tmp_path / f"t{len(list(tmp_path.iterdir()))}", family, **more)
         with pytest.raises(ValueError, match=message):
-            draft_config(json.loads((source / "config.json").read_text()),
-                                   mtp.Checkpoint(source).files)
+            read_config(json.loads((source / "config.json").read_text()), convert.Checkpoint(source).files)
     source = dense_target(tmp_path / "biased", "qwen2")
     draft_of(source, tmp_path / "draft")
     convert_cli(tmp_path / "draft", "--out", tmp_path / "out", "--layout", "hy_v3", expect=2)
     assert "--layout glm4_moe" in capsys.readouterr().err
     config = json.loads((source / "config.json").read_text())
-    names = mtp.Checkpoint(source).files
-    with pytest.raises(ValueError, match="intermediate_size 128"):
-        draft_config(config, names, n_shared_experts=3, moe_intermediate_size=32)
-    with pytest.raises(ValueError, match="for dense targets"):
-        draft_config(tiny_config("glm4_moe"), {}, n_shared_experts=3)
-    shape = draft_config(config, names, n_routed_experts=6, moe_intermediate_size=64)
+    names = convert.Checkpoint(source).files
+    for width in (48, 256, 0):
+        with pytest.raises(ValueError, match=f"moe_intermediate_size {width} .* intermediate_size 128: give"):
+            read_config(config, names, dict(moe_intermediate_size=width))
+    with pytest.raises(ValueError, match="n_routed_experts are for dense targets"):
+        read_config(tiny_config("glm4_moe"), {}, dict(n_routed_experts=3, moe_intermediate_size=None))
+    shape = read_config(config, names, dict(n_routed_experts=6, moe_intermediate_size=64))
     assert (shape.n_routed_experts, shape.n_shared_experts, shape.moe_intermediate_size) == (6, 2, 64)
+    shape = read_config(config, names, dict(n_routed_experts=None))
+    assert (shape.n_routed_experts, shape.num_experts_per_tok, shape.n_shared_experts) == (8, 2, 4)
 
 
 # ---- convert.py: quantised targets -------------------------------------------------------------------------
@@ -4400,31 +4485,6 @@ def test_quantised_target_gets_a_plain_layer_named_as_such(tmp_path, kind, famil
     convert_cli("--check", tmp_path / "out", expect=1)
 
 
-@pytest.mark.parametrize("kind, unit", [("blocks", 1 / 16), ("rows", 1 / 16), ("tensors", 0.51 / 127)])
-@pytest.mark.parametrize("native", [0, 1])
-def test_requantize_writes_the_sources_scheme(tmp_path, kind, unit, native):
-    source = quantised_target(tmp_path / "target", "glm4_moe", kind, native)
-    draft_of(source, tmp_path / "draft")
-    model, _ = mtp.load_draft(tmp_path / "draft")
-    convert_cli(tmp_path / "draft", "--out", tmp_path / "out", "--requantize")
-    found, original = tensors(tmp_path / "out"), tensors(source)
-    suffix = ".weight_scale_inv" if kind == "blocks" else ".weight_scale"
-    name = "model.layers.2.mlp.experts.1.down_proj"
-    like = name if native else name.replace(".2.", ".1.")
-    for key in (".weight", suffix):
-        ours, theirs = found[name + key], original[like + key]
-        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-    assert found["model.layers.2.eh_proj.weight"].dtype == torch.bfloat16
-    again = warm(tmp_path / "out", torch.float32).state_dict()
-    for key, w in model.state_dict().items():
-        if w.dim() < 2 or "gate.weight" in key or "eh_proj" in key:
-            continue
-        # e4m3 has 3 bits after the point: half a unit of the value; int8: half a step of the largest
-        top = w.abs().max()
-        bound = unit * top if kind == "tensors" else unit * w.abs() + top * 2 ** -9 / 448 * 2
-        assert ((again[key] - w).abs() <= bound).all(), key
-
-
 def test_unknown_quantisation_is_refused(tmp_path, capsys):
     source = quantised_target(tmp_path / "target", "glm4_moe", "rows")
     config = json.loads((source / "config.json").read_text())
@@ -4480,7 +4540,7 @@ def test_bailing_round_trip(tmp_path):
     same_tensors(tensors(tmp_path / "out"), state)
     config["use_bias"] = True
     with pytest.raises(ValueError, match="use_bias"):
-        draft_config(config, {})
+        read_config(config, {})
 
 
 # ---- convert.py: on-policy data ----------------------------------------------------------------------------
@@ -4605,7 +4665,7 @@ PROMPTS = [[5, 17, 80, 33, 2, 61, 9], [90, 4, 4, 71], [12]]
 @pytest.mark.parametrize("family, recycle, other", [("glm4_moe", "pre", "post"), ("hy_v3", "post", "pre")])
 def test_vllm_drafts_our_chains(tmp_path, family, recycle, other):
     source = tiny_target(tmp_path / "target", family, native=0, embed_std=0.5)
-    draft_of(source, tmp_path / "draft", recycle, True)
+    draft_of(source, tmp_path / "draft", "vllm")
     convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
     results = vllm([dict(model=tmp_path / "out", K=K, prompts=PROMPTS, max_tokens=16, max_model_len=128)
                     for K in (1, 3, 5)], tmp_path)
@@ -4639,7 +4699,7 @@ def test_vllm_serves_dense_targets(tmp_path):
     cases, jobs = (("llama", "hy_v3", "post", True), ("qwen2", "glm4_moe", "pre", False)), []
     for family, layout, recycle, tied in cases:
         source = dense_target(tmp_path / family, family, tie_word_embeddings=tied)
-        draft_of(source, tmp_path / f"{family}-draft", recycle, True)
+        draft_of(source, tmp_path / f"{family}-draft", "vllm")
         convert_cli(tmp_path / f"{family}-draft", "--out", tmp_path / f"{family}-out", "--layout", layout)
         jobs.append(dict(model=tmp_path / f"{family}-out", K=3, prompts=PROMPTS, max_tokens=12,
                          max_model_len=128))
@@ -4670,32 +4730,28 @@ print(json.dumps(out))
 
 @pytest.mark.serve
 def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
-    """int8 target, MTP layer plain or int8: chains are the unquantised target's but for activation rounding.
+    """int8 target, plain MTP layer: chains are the unquantised target's but for activation rounding.
 
     float8 kernels need hardware that a CPU may lack: there, vLLM's own reading of the names is checked."""
     source = quantised_target(tmp_path / "target", "glm4_moe", "channels", native=0)
-    draft_of(source, tmp_path / "draft", "pre", True)
+    draft_of(source, tmp_path / "draft", "vllm")
     convert_cli(tmp_path / "draft", "--out", tmp_path / "plain")
-    convert_cli(tmp_path / "draft", "--out", tmp_path / "int8", "--requantize")
-    assert tensors(tmp_path / "int8")["model.layers.2.self_attn.q_proj.weight"].dtype == torch.int8
-    results = vllm([dict(model=tmp_path / out, K=3, prompts=PROMPTS, max_tokens=16, max_model_len=128,
-                         dtype="bfloat16")
-                    for out in ("plain", "int8")], tmp_path)
+    result, = vllm([dict(model=tmp_path / "plain", K=3, prompts=PROMPTS, max_tokens=16, max_model_len=128,
+                         dtype="bfloat16")], tmp_path)
     target = target_in(tmp_path / "target-plain")
     model, _ = mtp.load_draft(tmp_path / "draft")
     model.set_target(target.embed, target.lm_head)
-    for result in results:
-        share = {}
-        for recycle in ("pre", "post"):
-            pairs = [(a, b) for prompt, answer, chains in zip(PROMPTS, result["answers"], result["chains"])
-                     for root, drafted in chains if root + 2 <= len(prompt + answer) for a, b in
-                     zip(drafted, rollout(mtp.Drafter(model, recycle, True), target,
-                                          (prompt + answer)[:root + 2], 3))]
-            share[recycle] = sum(a == b for a, b in pairs) / len(pairs)
-        print(share)
-        assert share["pre"] > 0.85 and share["pre"] > share["post"] + 0.05
+    share = {}
+    for recycle in ("pre", "post"):
+        pairs = [(a, b) for prompt, answer, chains in zip(PROMPTS, result["answers"], result["chains"])
+                 for root, drafted in chains if root + 2 <= len(prompt + answer) for a, b in
+                 zip(drafted, rollout(mtp.Drafter(model, recycle, True), target,
+                                      (prompt + answer)[:root + 2], 3))]
+        share[recycle] = sum(a == b for a, b in pairs) / len(pairs)
+    print(share)
+    assert share["pre"] > 0.85 and share["pre"] > share["post"] + 0.05
     source = quantised_target(tmp_path / "fp8", "glm4_moe", "blocks", native=0)
-    draft_of(source, tmp_path / "fp8-draft", "pre", True)
+    draft_of(source, tmp_path / "fp8-draft", "vllm")
     convert_cli(tmp_path / "fp8-draft", "--out", tmp_path / "fp8-out")
     (tmp_path / "names.py").write_text(FP8_NAMES)
     done = subprocess.run([os.environ["MTP_VLLM_PYTHON"], tmp_path / "names.py",
@@ -4710,7 +4766,7 @@ def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
 def test_vllm_counts_what_generate_counts(tmp_path):
     """A trained demo draft, partly accepted: rounds and accepted tokens per position, on the same prompts."""
     draft, K, length = tmp_path / "draft", 3, 64
-    short = "--steps 60 --batch-size 4 --seq-len 128 --eval-rows 2 --recycle pre --zero-first-embedding"
+    short = "--steps 60 --batch-size 4 --seq-len 128 --eval-size 2 --engine vllm"
     assert mtp.main([*short.split(), "--out", str(draft)]) == 0
     convert_cli(draft, "--out", tmp_path / "out")
     target = mtp.open_target(mtp.TrainConfig(), mtp.Ranks())
