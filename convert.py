@@ -1,25 +1,25 @@
-"""convert.py - other people's names: configurations and checkpoints, read for training, written for serving.
+"""convert.py - other people's names: configurations and checkpoints, read to train, written to serve.
 
-    python convert.py DRAFT --out OUT                  a serving directory: the target with the draft in it
-    python convert.py DRAFT --out OUT --layout hy_v3   the same for a dense target (Llama, Mistral, Qwen)
-    python convert.py DRAFT --out OUT --draft-only     the draft's layer alone
-    python convert.py DRAFT --out OUT --dry-run        list every key, shape, dtype and file; write nothing
-    python convert.py --check OUT                      is every key there, indexed, well shaped and finite?
+  python convert.py DRAFT --out OUT                  a serving directory: the target with the draft in it
+  python convert.py DRAFT --out OUT --layout hy_v3   the same for a dense target (Llama, Mistral, Qwen)
+  python convert.py DRAFT --out OUT --draft-only     the draft's layer alone
+  python convert.py DRAFT --out OUT --dry-run        list every key, shape, dtype and file; write nothing
+  python convert.py --check OUT                      every key there, indexed, well shaped and finite?
 
-OUT holds the target's shards (hard links: edit neither; rewritten only if keys in them change), the draft
-as layer N = num_hidden_layers in a shard of its own, an index of all keys, the target's config.json with
-num_nextn_predict_layers = 1, and its tokenizer files. It appears complete or not at all. The way back
-needs no command: `mtp.py --target OUT` starts from the layer in OUT.
+OUT holds the target's shards (hard links: edit neither; rewritten only if keys in them change), the
+draft as layer N = num_hidden_layers in a shard of its own, an index of all keys, the target's
+config.json with num_nextn_predict_layers = 1, and its tokenizer files. It appears complete or not at
+all. The way back needs no command: `mtp.py --target OUT` starts from the layer in OUT.
 
-Engines load checkpoints with missing, fused or un-indexed draft tensors without a word and draft garbage,
-so OUT is checked before it appears. A draft is exact only for an engine that feeds back what it was
-trained on: its setting is kept in its shard (safetensors metadata), and --check names those engines.
+Engines load checkpoints with missing, fused or un-indexed draft tensors without a word and draft
+garbage, so OUT is checked before it appears. A draft is exact only for an engine that feeds back what
+the draft was trained on. Its shard keeps that setting (safetensors metadata); --check names the engines.
 
-To add a family of checkpoints, write the function that reads its config.json and a row of FAMILIES; what
-an engine does with it is a row of ENGINES. mtp.py imports this file, which imports nothing of mtp.py.
+To add a family of checkpoints, write the function that reads its config.json and a row of FAMILIES.
+What an engine does with it is a row of ENGINES. mtp.py imports this file; it imports nothing of mtp.py.
 
 Glossary: C hidden_size, V vocab_size, H query heads, G key/value heads, D head_dim, E n_routed_experts,
-F moe_intermediate_size, N num_hidden_layers. A layout is a family as which a checkpoint is written.
+F moe_intermediate_size, N num_hidden_layers. Layout: the family as which a checkpoint is written.
 """
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from safetensors.torch import load_file, save_file
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = "model-mtp.safetensors"  # of OUT: the draft's
-RENAMED = {SINGLE: "model-00001-of-00001.safetensors"}  # a loader that sees SINGLE ignores the index
+RENAMED = {SINGLE: "model-00001-of-00001.safetensors"}  # a loader that sees SINGLE reads no index
 WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -52,7 +52,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SCALES = (".weight_scale_inv", ".weight_scale")  # of blocks; of rows, or scalar
 
 ROUTER = ("mlp.gate.weight", "mlp.router.gate.weight", "expert_bias", "e_score_correction_bias")
-OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # of layer N: engines use the main ones
+OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # of layer N; engines use the main ones
 
 
 def require(holds, message):
@@ -60,7 +60,7 @@ def require(holds, message):
         raise ValueError(message)
 
 
-# ---- Files -------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 def sha256(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -81,8 +81,8 @@ def find_target(path):
 
 
 def aside(path):
-    """A name beside `path` to write under until put_in_place, rid of what an interrupted write left there.
-    The ranks of a run may all call it before a barrier."""
+    """A name beside `path` to write under until put_in_place. What an interrupted write left there is
+    removed. The ranks of a run may all call it before a barrier."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.partial")
@@ -94,7 +94,7 @@ def aside(path):
 
 
 def put_in_place(fresh, path):
-    """Give a file or folder written aside its name: `path` is the old or, on the disk, the whole new one."""
+    """Sync a file or folder that was written aside, then rename it: `path` is the old or the whole new."""
     path = Path(path)
     for written in [*fresh.rglob("*"), fresh]:
         fsync(written)
@@ -128,7 +128,7 @@ class Entry(NamedTuple):
 
 
 def read_header(path):
-    """({name: Entry}, metadata) of a safetensors file, no tensor read. ValueError if it is cut short."""
+    """({name: Entry}, metadata) of a safetensors file; no tensor is read. ValueError if it is cut short."""
     path = Path(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -153,7 +153,8 @@ def save_shard(path, tensors, metadata):
 
 
 def set_key(text, key, value):
-    """A JSON object's text with one top-level key set; all else keeps its bytes if that is a scalar."""
+    """A JSON object's text with one top-level key set. All else keeps its bytes, if the key's old value is
+    a scalar."""
     config = json.loads(text)
     wanted = {**config, key: value}
     new = json.dumps(value)
@@ -169,19 +170,19 @@ def set_key(text, key, value):
     return json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
 
 
-# ---- Families ----------------------------------------------------------------------------------------------
-# How a family's config.json is read: its keys are renamed to those of mtp.MTPConfig, which are glm4_moe's,
-# then a function fills in what the family leaves unsaid and refuses what the draft's layer cannot express.
-# names: of the checkpoint's tensors, or None if they are not known.
+# ---- Families ------------------------------------------------------------------------------------
+# How a family's config.json is read: its keys are renamed to those of mtp.MTPConfig, which are
+# glm4_moe's; then a function fills in what the family leaves unsaid and refuses what the draft's layer
+# cannot express. names: of the checkpoint's tensors, or None if they are not known.
 
 REQUIRED = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
             "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 USUAL = {  # where neither the config.json nor its family says
-    "n_shared_experts": 1, "partial_rotary_factor": 1.0, "use_qk_norm": True, "attention_bias": False,
-    "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
-    "n_group": 1, "topk_group": 1, "initializer_range": 0.02, "max_position_embeddings": 131072,
-    "model_type": "glm4_moe"}
-SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")  # free for a dense target
+    "n_shared_experts": 1, "partial_rotary_factor": 1.0, "use_qk_norm": True,
+    "attention_bias": False, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "initializer_range": 0.02,
+    "max_position_embeddings": 131072, "model_type": "glm4_moe"}
+SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")  # a dense target's choice
 
 
 def glm4_moe(config, names):
@@ -208,20 +209,20 @@ def bailing_moe_v2(config, names):
 
 
 def dense(config, names):
-    """Llama, Mistral, Qwen2, Qwen3. The draft's shared experts are together as wide as the target's MLP,
-    which becomes one when it is served. config may hold those SIZES that the user chose."""
+    """Llama, Mistral, Qwen2, Qwen3. The draft's shared experts are together as wide as the target's
+    MLP, whose last one becomes shared experts in OUT. config also holds the SIZES that the user chose."""
     family = config["model_type"]
-    slides = config.get("use_sliding_window", family == "mistral") and config.get("sliding_window")
-    require(not slides and "sliding_attention" not in config.get("layer_types", ()),
-            f"the {family} target has sliding-window attention ({config.get('sliding_window')}), which "
-            "neither the draft nor a serving layout has")
     names = names or ()
+    slides = config.get("use_sliding_window", family == "mistral") and config.get("sliding_window")
+    require(not slides and "sliding_attention" not in config.get("layer_types", ()), f"the {family} "
+            f"target has sliding-window attention ({config.get('sliding_window')}), which neither the "
+            "draft nor a serving layout has")
     biased = any(name.endswith("o_proj.bias") for name in names)
     require(not biased, "o_proj biases fit no serving layout")
 
     width = config.get("intermediate_size")
     require(width, f"the {family} config has no value for intermediate_size")
-    narrow = next((width // n for n in (4, 2) if width % (32 * n) == 0), width)  # vLLM wants 32 to divide F
+    narrow = next((width // n for n in (4, 2) if width % (32 * n) == 0), width)  # vLLM: 32 divides F
     F = config.get("moe_intermediate_size", narrow)
     require(F > 0 and width % F == 0, f"moe_intermediate_size {F} does not divide the target's "
             f"intermediate_size {width}: give a divisor, for instance {narrow}")
@@ -252,8 +253,8 @@ def hy_v3_for_vllm(text, names):
     config = json.loads(text)
     kinds = config.get("mlp_layer_types") or ["dense"]
     n_dense = kinds.count("dense")
-    require("dense" not in kinds[n_dense:], f"mlp_layer_types {kinds} has dense layers after sparse ones; "
-            "engines read first_k_dense_replace, which cannot say that")
+    require("dense" not in kinds[n_dense:], f"mlp_layer_types {kinds} has dense layers after sparse "
+            "ones; engines read first_k_dense_replace, which cannot say that")
 
     text = one_layer(text, names)
     unsaid = dict(qk_norm=has_q_norm(names), route_norm=True, first_k_dense_replace=n_dense,
@@ -265,9 +266,9 @@ def hy_v3_for_vllm(text, names):
 
 
 class Family(NamedTuple):
-    read: Callable  # (config, names) -> what config.json says of the draft, in mtp.MTPConfig's spelling
+    read: Callable  # (config in mtp.MTPConfig's spelling, names) -> the same, complete
     keys: dict = {}  # {key of config.json: field of mtp.MTPConfig} where they differ
-    names: dict = {}  # {beginning of a draft tensor's name: what it is called here}; see stored_views
+    names: dict = {}  # {beginning of a draft tensor's name: what it is here}; see stored_views
     prefix: str = "model.layers.{N}."  # of the MTP layer
     embed: str = "model.embed_tokens.weight"
     write: Callable = one_layer  # (text of config.json, names) -> text of OUT's
@@ -279,7 +280,8 @@ FAMILIES = {
     "hy_v3": Family(
         hy_v3, write=hy_v3_for_vllm,
         keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
-              "expert_hidden_dim": "moe_intermediate_size", "router_scaling_factor": "routed_scaling_factor",
+              "expert_hidden_dim": "moe_intermediate_size",
+              "router_scaling_factor": "routed_scaling_factor",
               "route_norm": "norm_topk_prob", "qk_norm": "use_qk_norm"},
         names={"shared_head.norm": "final_layernorm", "mlp.shared_experts": "mlp.shared_mlp",
                "mlp.gate.weight": "mlp.router.gate.weight",
@@ -304,27 +306,30 @@ FAMILIES = {
 
 def family_of(config):
     kind = config.get("model_type")
-    require(kind in FAMILIES, f"model_type {kind!r} is none of {', '.join(FAMILIES)}; MLA, softmax routers "
-            "and dense MTP layers do not fit this draft")
+    require(kind in FAMILIES, f"model_type {kind!r} is none of {', '.join(FAMILIES)}; MLA, softmax "
+            "routers and dense MTP layers do not fit this draft")
     return FAMILIES[kind]
 
 
-def layer_prefix(config):
-    return family_of(config).prefix.format(N=config["num_hidden_layers"])
+def layer_prefix(config, after=0):
+    """Prefix of the MTP layer's tensors, or of the one `after` it."""
+    return family_of(config).prefix.format(N=config["num_hidden_layers"] + after)
 
 
 def draft_config(config, names=None, sizes=None):
-    """mtp.MTPConfig's keywords for a target: of its config.json, a dict, and its tensors' names, which tell
-    what that leaves unsaid. sizes: of a dense target, those SIZES that are to differ from the usual."""
+    """mtp.MTPConfig's keywords for a target, from its config.json (a dict) and its tensors' names, which
+    tell what that leaves unsaid. sizes: a dense target's SIZES, where they are not to be the usual ones."""
     family = family_of(config)
     sizes = {key: value for key, value in (sizes or {}).items() if value is not None}
     require(family.dense or not sizes, f"{', '.join(sizes)} are for dense targets, a "
             f"{config['model_type']} target has its own: leave them out")
 
-    config = {family.keys.get(key, key): value for key, value in config.items() if value is not None}
+    said = {key: value for key, value in config.items() if value is not None}
+    config = {family.keys.get(key, key): value for key, value in said.items()}
     act = config.get("hidden_act", "silu")
     bias = config.get("mlp_bias", False)
-    require(act == "silu" and not bias, f"experts must be silu without bias, not {act!r}, bias {bias!r}")
+    require(act == "silu" and not bias,
+            f"experts must be silu without bias, not {act!r}, bias {bias!r}")
 
     said = family.read(config | sizes, names)
     found = USUAL | {key: said[key] for key in (*REQUIRED, *USUAL) if key in said} | read_rope(said)
@@ -335,10 +340,11 @@ def draft_config(config, names=None, sizes=None):
 
 
 def read_rope(config):
-    """rope_theta and, where it is said, partial_rotary_factor: top level, rope_scaling, rope_parameters."""
+    """rope_theta and, if it is said, partial_rotary_factor: on top, in rope_scaling or rope_parameters."""
     config = config | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
     kind = config.get("rope_type", config.get("type", "default"))
-    require(kind == "default", f"rope_type {kind!r} is not supported; only 'default' (plain RoPE) is")
+    require(kind == "default",
+            f"rope_type {kind!r} is not supported; only 'default' (plain RoPE) is")
     theta = config.get("rope_theta")
     require(theta, "the config has no rope_theta, neither on top nor in rope_parameters")
 
@@ -348,10 +354,10 @@ def read_rope(config):
     return found
 
 
-# ---- Engines -----------------------------------------------------------------------------------------------
-# (layout, engine) -> (recycle, zero_first_embedding). What the engine gives to the next draft step: the
-# layer's output after the final norm (post) or before it (pre). Does it zero the embedding at position 0?
-# vLLM 0.32 and transformers 5.2x: seen in runs; SGLang 0.5.23: read in its source. Engines change.
+# ---- Engines -------------------------------------------------------------------------------------
+# (layout, engine) -> (recycle, zero_first_embedding): what the engine gives to the next draft step, the
+# layer's output after the final norm (post) or before it (pre), and whether it zeroes the embedding at
+# position 0. vLLM 0.32, transformers 5.2x: seen in runs. SGLang 0.5.23: read in its source.
 
 ENGINES = {
     ("glm4_moe", "vllm"): ("pre", True),
@@ -370,7 +376,7 @@ def engines_of(layout):
 
 
 def engine_setting(layout, engine):
-    """(recycle, zero_first_embedding) to train with. "any": a compromise where the engines differ."""
+    """(recycle, zero_first_embedding) to train with; "any": a compromise where the engines differ."""
     known = engines_of(layout)
     if engine == "any":
         recycles = {recycle for recycle, _ in known.values()}
@@ -381,13 +387,13 @@ def engine_setting(layout, engine):
 
 
 def serving_layout(config, names):
-    """The layout a target is served in: its own; for a dense one hy_v3, or glm4_moe if it has biases."""
+    """The layout a target is served in: its own; a dense one's is hy_v3, or glm4_moe if it has biases."""
     if not family_of(config).dense:
         return config["model_type"]
     return "glm4_moe" if has_qkv_bias(names) else "hy_v3"
 
 
-# ---- Tensors: names and shapes -----------------------------------------------------------------------------
+# ---- Tensors: names and shapes -------------------------------------------------------------------
 
 def layer_shapes(config):
     """{name: shape} of the tensors of a draft; config: a dict of mtp.MTPConfig's fields."""
@@ -442,7 +448,7 @@ def unfused(name, tensor):
 
 
 def native_name(name, family):
-    """What a Family calls a tensor of its layer: the longest beginning that its table has is replaced."""
+    """What a Family calls a draft's tensor: the longest beginning that its table has is replaced."""
     known = [start for start in family.names if name.startswith(start)]
     if not known:
         return name
@@ -451,8 +457,8 @@ def native_name(name, family):
 
 
 def stored_views(state, layout, prefix):
-    """{checkpoint name: [views into a draft's tensors]}. Several views that a family calls by one name are
-    stacked there: q, k and v, in the order of state, {draft name: tensor}, a state_dict()'s."""
+    """{checkpoint name: [views into a draft's tensors]}. What a family calls by one name, q, k and v, is
+    stacked there, in the order of state: {draft name: tensor}, a state_dict()."""
     found = {}
     for fused, tensor in state.items():
         for name, view in unfused(fused, tensor):
@@ -463,12 +469,14 @@ def stored_views(state, layout, prefix):
 
 def layer_tensors(state, layout, prefix):
     """{checkpoint name: tensor} of a draft in a layout."""
-    views = stored_views(state, layout, prefix)
-    return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in views.items()}
+    found = {}
+    for name, views in stored_views(state, layout, prefix).items():
+        found[name] = views[0] if len(views) == 1 else torch.cat(views)
+    return found
 
 
 def expected_layer(config, names, prefix):
-    """{checkpoint name: shape} of the MTP layer that a config.json implies; tensor names fill its gaps."""
+    """{checkpoint name: shape} of the MTP layer that a config.json implies, tensor names filling gaps."""
     shapes = layer_shapes(draft_config(config, names))
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     tensors = layer_tensors(state, config["model_type"], prefix)
@@ -500,7 +508,7 @@ def layer_number(name):
     return int(found[1]) if found else -1
 
 
-# ---- Reading checkpoints and drafts ------------------------------------------------------------------------
+# ---- Reading checkpoints and drafts --------------------------------------------------------------
 
 class Checkpoint:
     """Tensors of a Hugging Face directory, read one at a time, from safetensors only."""
@@ -508,8 +516,10 @@ class Checkpoint:
     def __init__(self, path):
         self.path = Path(path)
         index, single = self.path / INDEX, self.path / SINGLE
-        require(index.exists() or single.exists(), f"{path} has no {SINGLE}: only safetensors are read")
-        self.config = json.loads((self.path / "config.json").read_text())
+        require(index.exists() or single.exists(),
+                f"{path} has no {SINGLE}: only safetensors are read")
+        self.text = (self.path / "config.json").read_text()
+        self.config = json.loads(self.text)
         if index.exists():
             self.files = json.loads(index.read_text())["weight_map"]  # {tensor name: file}
         else:
@@ -525,8 +535,8 @@ class Checkpoint:
         """A tensor; a quantised weight comes de-quantised, fp32."""
         tensor = self.stored(name)
         stem = name.removesuffix(".weight") + "."
-        beside = [other for other in self.files if other.startswith(stem)]
-        scales = {other: self.stored(other) for other in beside if "scale" in other.removeprefix(stem)}
+        scales = {other: self.stored(other) for other in self.files
+                  if other.startswith(stem) and "scale" in other.removeprefix(stem)}
         if tensor.dtype.itemsize > 1 and not scales:
             return tensor
         block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (1, 1)
@@ -534,19 +544,20 @@ class Checkpoint:
 
 
 def dequantised(name, codes, scales, block):
-    """fp32 tensor of a weight's codes and {name of its scale: scale}; what is not known is a ValueError."""
+    """A weight in fp32, of its codes and {name of its scale: scale}. ValueError for an unknown scheme."""
     known = {name.removesuffix(".weight") + suffix for suffix in SCALES}
     require(codes.dtype in CODES.values() and len(scales) == 1 and scales.keys() <= known,
-            f"{name} is {codes.dtype} with scales {', '.join(scales) or 'none'}: only float8_e4m3fn or "
-            f"int8 with one of {', '.join(SCALES)} can be de-quantised")
+            f"{name} is {codes.dtype} with scales {', '.join(scales) or 'none'}: only float8_e4m3fn "
+            f"or int8 with one of {', '.join(SCALES)} can be de-quantised")
 
     (kind, scale), = scales.items()
     if kind.endswith("_inv"):  # of blocks, the last of each side may be ragged
         rows, columns = codes.shape
-        fitting = (-(-rows // block[0]), -(-columns // block[1]))
-        require(scale.shape == fitting, f"{kind} is {tuple(scale.shape)}, but blocks of {tuple(block)} "
+        high, wide = block
+        fitting = (-(-rows // high), -(-columns // wide))
+        require(scale.shape == fitting, f"{kind} is {tuple(scale.shape)}, but blocks of {(high, wide)} "
                 f"(weight_block_size) in {(rows, columns)} make {fitting}")
-        scale = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
+        scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
     elif scale.dim() == 1 and len(scale) > 1:  # of rows
         scale = scale[:, None]
     return codes.float() * scale.float()
@@ -554,17 +565,17 @@ def dequantised(name, codes, scales, block):
 
 def mtp_prefix(config, names):
     """'model.layers.N.' if a checkpoint (config.json's dict, tensor names) has an MTP layer, else None."""
-    here = layer_prefix(config)
-    second = layer_prefix({**config, "num_hidden_layers": config["num_hidden_layers"] + 1})
+    here, second = layer_prefix(config), layer_prefix(config, after=1)
     if any(name.startswith(second) for name in names):
-        warnings.warn(f"the checkpoint has more than one MTP layer; the first, {here[:-1]}, is used")
+        first = here.removesuffix(".")
+        warnings.warn(f"the checkpoint has more than one MTP layer; the first, {first}, is used")
     return here if any(name.startswith(here) for name in names) else None
 
 
 @torch.no_grad()
 def read_layer(checkpoint, prefix, state):
-    """Copy a checkpoint's own MTP layer into the tensors of `state`, a draft's state_dict(), in place. A
-    ValueError lists what is missing or misshapen."""
+    """Copy a checkpoint's own MTP layer into the tensors of state, a draft's state_dict(), in place.
+    A ValueError lists what is missing or misshapen."""
     wrong = []
     for name, views in stored_views(state, checkpoint.config["model_type"], prefix).items():
         if name not in checkpoint.files:
@@ -583,20 +594,22 @@ def read_layer(checkpoint, prefix, state):
                 view.copy_(part)
 
     lines = "\n  ".join(wrong[:20])
-    require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used, {len(wrong)} of its tensors are "
-            f"wrong; try --init scratch:\n  {lines}")
+    require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used, {len(wrong)} of its tensors "
+            f"are wrong; try --init scratch:\n  {lines}")
 
 
 def read_draft(path):
-    """(config.json's dict, {name: tensor}) of a draft directory; ValueError if it is not one, complete."""
+    """(config.json's dict, {name: tensor}) of a draft directory; ValueError if it is none or incomplete."""
     path = Path(path)
-    require((path / "config.json").exists(), f"{path} has no config.json: expected a draft directory")
+    require((path / "config.json").exists(),
+            f"{path} has no config.json: expected a draft directory")
     meta = json.loads((path / "config.json").read_text())
-    needed = {*REQUIRED, *USUAL, "ttt_length", "engine", "recycle", "zero_first_embedding", "target",
-              "target_config_sha256"}
+    needed = {*REQUIRED, *USUAL, "ttt_length", "engine", "recycle", "zero_first_embedding",
+              "target", "target_config_sha256"}
     lost = sorted(needed - meta.keys())
-    require(meta.get("format") == 1 and not lost, f"{path}/config.json is not a draft's: expected format "
-            f"1, which mtp.py writes, found {meta.get('format')} without {', '.join(lost[:5])}")
+    require(meta.get("format") == 1 and not lost, f"{path}/config.json is not a draft's: format "
+            f"{meta.get('format')}, expected 1; missing: {', '.join(lost[:5]) or 'nothing'}. Give a "
+            "directory that this version of mtp.py wrote")
 
     state = load_file(path / SINGLE)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -606,29 +619,31 @@ def read_draft(path):
     return meta, {name: state[name] for name in expected}
 
 
-# ---- The source of OUT -------------------------------------------------------------------------------------
+# ---- The source of OUT ---------------------------------------------------------------------------
 
 class Source:
-    """A target directory: its checkpoint, the text of its config.json and its tensors' headers."""
+    """A target directory: its checkpoint and its tensors' headers."""
 
     def __init__(self, path):
         self.checkpoint = Checkpoint(path)
-        self.path, self.config = self.checkpoint.path, self.checkpoint.config
-        self.text = (self.path / "config.json").read_text()
+        self.path = self.checkpoint.path
+        self.config = self.checkpoint.config
         self.family = family_of(self.config)
+        self.N = self.config["num_hidden_layers"]
         self.prefix = layer_prefix(self.config)
-        self.last = f"model.layers.{self.config['num_hidden_layers'] - 1}."  # prefix of the last main layer
+        self.last = f"model.layers.{self.N - 1}."  # prefix of the last main layer
 
         self.entries = {}
-        files = self.checkpoint.files
-        for file in sorted(set(files.values())):
+        for file in sorted(set(self.checkpoint.files.values())):
             found, _ = read_header(self.path / file)
-            self.entries |= {name: entry for name, entry in found.items() if files.get(name) == file}
+            for name, entry in found.items():
+                if self.checkpoint.files.get(name) == file:
+                    self.entries[name] = entry
         mtp_prefix(self.config, self.entries)  # warns of a second MTP layer
 
     def dtype(self, name, tensor):
-        """dtype to write a tensor of the MTP layer in: that of its name or of its like in the last main
-        layer, unless they are codes; else a router's own, else the embedding's."""
+        """dtype to write a tensor of the MTP layer in: its own in the source or that of its like in the
+        last main layer, unless they are codes; else a router's stays and others take the embedding's."""
         likes = [name, name.replace(self.prefix, self.last)]
         if not name.endswith(ROUTER):
             likes.append(self.family.embed)
@@ -638,15 +653,15 @@ class Source:
         return tensor.dtype
 
     def kept(self):
-        """Names of the tensors that OUT has too: the main model's and the optional copies of layer N."""
-        N = self.config["num_hidden_layers"]
+        """Names of the tensors that OUT has too: the main model's and layer N's optional copies."""
         return [name for name in self.entries
-                if layer_number(name) < N or name.removeprefix(self.prefix) in OPTIONAL]
+                if layer_number(name) < self.N or name.removeprefix(self.prefix) in OPTIONAL]
 
 
-# ---- Dense targets as MoE models ---------------------------------------------------------------------------
-# A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want a MoE layer
-# in the main stack: the last MLP becomes a shared expert (weight 1, no gate) beside routed experts of zeros.
+# ---- Dense targets as MoE models -----------------------------------------------------------------
+# A Llama-type layer is a glm4_moe or hy_v3 layer whose RoPE turns all of a head. Engines want a MoE
+# layer in the main stack: the last MLP becomes a shared expert (weight 1, no gate) beside routed
+# experts of zeros.
 
 DENSE_LAYOUTS = {  # and what their config.json has beside the keys below
     "hy_v3": dict(architectures=["HYV3ForCausalLM"], mlp_bias=False, enable_moe_fp32_combine=False),
@@ -655,25 +670,26 @@ OF_DRAFT = ("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_rang
             "rope_theta", "partial_rotary_factor", "n_routed_experts", "num_experts_per_tok",
             "moe_intermediate_size", "n_shared_experts", "use_qk_norm", "norm_topk_prob",
             "routed_scaling_factor")
-OF_SOURCE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "dtype", "torch_dtype", "hidden_act", "max_position_embeddings", "bos_token_id",
-             "eos_token_id", "pad_token_id")
+OF_SOURCE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "dtype", "torch_dtype", "hidden_act", "max_position_embeddings",
+             "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def dense_config(source, draft, layout):
     """Text of OUT/config.json for a dense source; draft: the config.json of its draft."""
-    require("quantization_config" not in source.config, f"the dense target {source.path} is quantised; "
+    require("quantization_config" not in source.config, f"the dense target {source.path} is quantised, "
             "rewriting it needs plain weights: give the unquantised checkpoint")
     require(layout != "hy_v3" or not draft["attention_bias"], "hy_v3 has no q, k, v biases, this "
             f"{source.config['model_type']} target has: --layout glm4_moe")
 
-    n_dense = source.config["num_hidden_layers"] - 1
+    n_dense = source.N - 1
     config = {"model_type": layout, **DENSE_LAYOUTS[layout], "tie_word_embeddings": False,
               "first_k_dense_replace": n_dense, "num_nextn_predict_layers": 1}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": draft["rope_theta"],
                                  "partial_rotary_factor": 1.0}
-    config |= {key: draft[key] for key in OF_DRAFT}
-    config |= {key: draft[field] for key, field in FAMILIES[layout].keys.items()}
+    theirs = {field: key for key, field in FAMILIES[layout].keys.items()}
+    config |= {theirs.get(field, field): draft[field] for field in OF_DRAFT}
+    config["moe_intermediate_size"] = draft["moe_intermediate_size"]  # hy_v3: vLLM reads the other name
     config |= {key: source.config[key] for key in OF_SOURCE if key in source.config}
     if layout == "hy_v3":
         config["mlp_layer_types"] = ["dense"] * n_dense + ["sparse"]
@@ -692,7 +708,7 @@ def dense_names(source, layout):
 
 
 def dense_additions(source, config, names):
-    """{name: tensor}: the last layer's router and experts, zeros, and the untied head; names: of the rest."""
+    """{name: tensor}: the last layer's router and experts, zeros, and the untied head. names: of the rest."""
     expected = expected_stack(config, names)
     unknown = sorted(names - expected.keys())
     require(not unknown, f"{source.path} has tensors for which {config['model_type']} has no place: "
@@ -710,12 +726,14 @@ def dense_additions(source, config, names):
     return found
 
 
-# ---- Quantised targets -------------------------------------------------------------------------------------
-# The draft's layer is written plain and named as such. Engines ask for modules by their stored names or as
-# they build them: q, k and v in one, gate and up in one, all experts of a layer in one. Both are listed.
+# ---- Quantised targets ---------------------------------------------------------------------------
+# The draft's layer is written plain and named as such. Engines ask for modules by their stored names or
+# as they build them (q, k and v in one, gate and up in one, all experts in one): both are listed.
 
-UNQUANTISED = {"fp8": ("ignored_layers", "modules_to_not_convert"), "compressed-tensors": ("ignore",)}
-BUILT = ((r"\bgate_proj$", "gate_up_proj"), (r"\bq_proj$", "qkv_proj"), (r"\.experts\..*", ".experts"))
+UNQUANTISED = {  # quant_method: keys of its list; the last if none is there
+    "fp8": ("ignored_layers", "modules_to_not_convert"),
+    "compressed-tensors": ("ignore",)}
+BUILT = {r"\bgate_proj$": "gate_up_proj", r"\bq_proj$": "qkv_proj", r"\.experts\..*": ".experts"}
 
 
 def name_unquantised(text, names):
@@ -723,13 +741,13 @@ def name_unquantised(text, names):
     config = json.loads(text)["quantization_config"]
     method = config.get("quant_method")
     require(method in UNQUANTISED, f"quant_method {method!r} is not known here ("
-            f"{' and '.join(UNQUANTISED)} are), so it cannot be told that the MTP layer is plain; convert "
-            "the unquantised checkpoint")
+            f"{' and '.join(UNQUANTISED)} are), so it cannot be told that the MTP layer is plain; "
+            "convert the unquantised checkpoint")
 
     modules = {name.removesuffix(".weight") for name in names
                if name.endswith(".weight") and "norm" not in name}
     for module in list(modules):
-        for stored, built in BUILT:
+        for stored, built in BUILT.items():
             module = re.sub(stored, built, module)
         modules.add(module)
 
@@ -743,7 +761,7 @@ def name_unquantised(text, names):
     return text if edited == config else set_key(text, "quantization_config", edited)
 
 
-# ---- Plan and writing --------------------------------------------------------------------------------------
+# ---- Plan and writing ----------------------------------------------------------------------------
 
 class Plan(NamedTuple):
     """What OUT will hold."""
@@ -765,17 +783,18 @@ class Plan(NamedTuple):
             for old, new in names.items():
                 found[new] = self.source.entries[old]._replace(file=RENAMED.get(file, file))
         for name, tensor in self.new.items():
-            found[name] = Entry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, SHARD)
+            dtype = DTYPE_NAMES[tensor.dtype]
+            found[name] = Entry(dtype, tuple(tensor.shape), tensor.nbytes, SHARD)
         return found
 
 
 def make_plan(draft, state, source, layout, draft_only=False):
-    """The Plan for a draft (its config.json and tensors). ValueError for what the layout cannot express."""
+    """The Plan for a draft: config.json and tensors. ValueError for what the layout cannot express."""
     if source.family.dense:
         config = dense_config(source, draft, layout)
         names = dense_names(source, layout)
     else:
-        config = source.family.write(source.text, source.entries)
+        config = source.family.write(source.checkpoint.text, source.entries)
         names = {name: name for name in source.kept()}
 
     new = {name: tensor.to(source.dtype(name, tensor))
@@ -829,19 +848,16 @@ def link(path, out):
         shutil.copy2(path, out)
 
 
-# ---- Check -------------------------------------------------------------------------------------------------
+# ---- Check ---------------------------------------------------------------------------------------
 
-def check(folder):
+def check(checkpoint):
     """(problems, metadata of the draft's shard) of a serving directory: what is wrong, one line each."""
-    folder = Path(folder)
-    require((folder / "config.json").is_file(), f"{folder} has no config.json: no checkpoint's folder")
-    checkpoint = Checkpoint(folder)  # without an index: a single file
     config = checkpoint.config
     if not mtp_prefix(config, checkpoint.files):
         return [f"there is no MTP layer, {layer_prefix(config)}*"], {}
 
     entries, metadata, problems = {}, {}, []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(checkpoint.path.glob("*.safetensors")):
         try:
             found, about = read_header(path)
         except ValueError as error:
@@ -881,14 +897,13 @@ def check_index(checkpoint, entries):
 
 def check_config(checkpoint, entries):
     """Does config.json say what its family's `write` makes it say?"""
-    text = (checkpoint.path / "config.json").read_text()
-    wanted = json.loads(family_of(checkpoint.config).write(text, entries))
+    wanted = json.loads(family_of(checkpoint.config).write(checkpoint.text, entries))
     return [f"config.json has {key} {checkpoint.config.get(key)}, engines need {value}"
             for key, value in wanted.items() if checkpoint.config.get(key) != value]
 
 
 def check_layer(checkpoint, entries):
-    """Problems of the MTP layer: keys, shapes, values, quantisation; keys that do not belong there."""
+    """Is the MTP layer complete, well shaped, finite, rightly named as plain? What does not belong there?"""
     config = checkpoint.config
     prefix = layer_prefix(config)
     expected = expected_layer(config, entries, prefix)
@@ -903,15 +918,15 @@ def check_layer(checkpoint, entries):
     coded = [name for name in there if entries[name].dtype in CODES]
     scales = [name.removesuffix(".weight") + suffix for name in coded for suffix in SCALES]
     known = {*expected, *copies, *scales}
+    N = config["num_hidden_layers"]
     problems += [f"{name} belongs to no MTP layer of this family: engines stumble over it or ignore it"
-                 for name in entries
-                 if layer_number(name) >= config["num_hidden_layers"] and name not in known]
+                 for name in entries if layer_number(name) >= N and name not in known]
 
     if "quantization_config" in config:
         text = json.dumps(config)
         if name_unquantised(text, expected.keys() - set(coded)) != text:
-            problems.append("quantization_config does not name the plain modules of the MTP layer as "
-                            "unquantised")
+            problems.append("quantization_config does not name the plain modules of the MTP layer "
+                            "as unquantised")
     return problems
 
 
@@ -931,23 +946,28 @@ def wrong_shapes(expected, entries):
 def exactness(layout, engine, recycle, zero):
     """For which engines a draft in a layout is exact, and how to train for the others. engine, recycle,
     zero: what it was trained with."""
-    exact, other = [], []
-    for each, setting in engines_of(layout).items():
-        if setting == (recycle, zero) or recycle == "both" and setting[1] == zero:  # both: a row drew one
-            exact.append(ENGINE_NAMES[each])
-        elif each == engine:  # it was trained for the layout that a dense target has by default
-            other.append(f"; NOT for {ENGINE_NAMES[each]} (leave --layout out)")
-        else:
-            other.append(f"; NOT for {ENGINE_NAMES[each]} (train with --engine {each})")
-    return f"exact for {' and '.join(exact) or 'no engine'}{''.join(other)}"
+    exact = []
+    others = ""
+    for other, (kind, zeroed) in engines_of(layout).items():
+        if zero == zeroed and recycle in (kind, "both"):  # both: each row drew one
+            exact.append(ENGINE_NAMES[other])
+            continue
+        remedy = f"train with --engine {other}"
+        if other == engine:  # a dense target's draft, in the layout that it was not trained for
+            remedy = "leave --layout out"
+        others += f"; NOT for {ENGINE_NAMES[other]} ({remedy})"
+    return f"exact for {' and '.join(exact) or 'no engine'}{others}"
 
 
 def report(folder, name=None):
     """Print the check of a folder and the engines its draft is exact for; True if nothing is wrong."""
-    problems, metadata = check(folder)
+    config = Path(folder) / "config.json"
+    require(config.is_file(), f"{folder} has no config.json: no checkpoint's folder")
+    checkpoint = Checkpoint(folder)  # without an index: a single file
+    problems, metadata = check(checkpoint)
     for line in problems:
         print(f"wrong: {line}")
-    layout = json.loads((Path(folder) / "config.json").read_text())["model_type"]
+    layout = checkpoint.config["model_type"]
     verdict = f"{len(problems)} problems" if problems else "complete"
     print(f"{name or folder}: {verdict}, {layout}")
 
@@ -959,12 +979,13 @@ def report(folder, name=None):
     return not problems
 
 
-# ---- Command line ------------------------------------------------------------------------------------------
+# ---- Command line --------------------------------------------------------------------------------
 
 def open_source(args, draft):
     """The draft's target; a config.json other than the one it was trained for is refused."""
     path = args.target or draft["target"]
-    require(args.target or os.path.isdir(path), f"the draft's target {path} is not there; give --target DIR")
+    require(args.target or os.path.isdir(path),
+            f"the draft's target {path} is not there; give --target DIR")
     source = Source(find_target(path))
     found, expected = sha256(source.path / "config.json"), draft["target_config_sha256"]
     require(found == expected, f"the draft was trained for another target: config.json of {source.path} "
@@ -974,8 +995,8 @@ def open_source(args, draft):
 
 def choose_layout(asked, source):
     own = serving_layout(source.config, source.entries)
-    require(source.family.dense or asked in (None, own), f"--layout {asked}: the target is {own} already; "
-            "leave --layout out")
+    require(source.family.dense or asked in (None, own),
+            f"--layout {asked}: the target is {own} already; leave --layout out")
     return asked or own
 
 
@@ -996,8 +1017,9 @@ def convert(args):
     source = open_source(args, draft)
     plan = make_plan(draft, state, source, choose_layout(args.layout, source), args.draft_only)
     if args.dry_run:
-        for name, entry in sorted(plan.entries().items(), key=lambda item: (item[1].file, item[0])):
-            print(f"{entry.file}  {name}  {list(entry.shape)}  {entry.dtype}")
+        lines = [f"{entry.file}  {name}  {list(entry.shape)}  {entry.dtype}"
+                 for name, entry in plan.entries().items()]
+        print("\n".join(sorted(lines)))
         return
 
     out = check_out(args, source)

@@ -1354,7 +1354,8 @@ class Run:
         cfg, target = self.cfg, self.target
         save_draft(path, self.model, dict(
             ttt_length=cfg.ttt_length, engine="any", recycle=cfg.recycle,
-            zero_first_embedding=cfg.zero_first_embedding, target=str(target.path.resolve()), target_config_sha256=target.sha256), self.ranks.rank)
+            zero_first_embedding=cfg.zero_first_embedding, target=str(target.path.resolve()),
+            target_config_sha256=target.sha256), self.ranks.rank)
     def append(self, line):
         """A line of metrics.jsonl; with --tensorboard its numbers go there, too."""
         if self.ranks.rank == 0:

@@ -437,7 +437,7 @@ def test_layer_shapes_are_the_drafts(change):
     state = mtp.MTP(config).state_dict()
     shapes = convert.layer_shapes(dataclasses.asdict(config))
     assert shapes == {name: tuple(tensor.shape) for name, tensor in state.items()}
-    q, k, v = (list(found).index(f"self_attn.{part}_proj.weight") for part in "qkv" for found in [state])
+    q, k, v = (list(state).index(f"self_attn.{part}_proj.weight") for part in "qkv")
     assert q < k < v, "the rows of a fused q, k, v are stacked in the order of a state_dict"
 
 
@@ -1540,8 +1540,9 @@ def make_target(path, family="glm4_moe", mtp_layer=True, dtype=torch.float32, ti
     if mtp_layer:
         draft = random_draft(read_config(raw), seed=seed + 1)
         state = load_file(path / "model.safetensors")
+        layer = convert.layer_tensors(draft.state_dict(), family, "model.layers.2.")
         state |= {name: view.clone() if "gate.weight" in name or "bias" in name else view.to(dtype)
-                  for name, view in convert.layer_tensors(draft.state_dict(), family, "model.layers.2.").items()}
+                  for name, view in layer.items()}
         save_file(state, path / "model.safetensors", metadata={"format": "pt"})
         return draft
     return None
@@ -1768,7 +1769,7 @@ def test_a_draft_that_does_not_fit_its_config_is_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["engine"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="is not a draft's: .* without engine"):
+    with pytest.raises(ValueError, match="is not a draft's: format 1, expected 1; missing: engine"):
         mtp.load_draft(tmp_path)
     with pytest.raises(ValueError, match="no config.json"):
         mtp.load_draft(tmp_path / "nowhere")
@@ -4261,8 +4262,8 @@ def test_check_finds(tmp_path, capsys, family, mutation, message):
 
 
 @pytest.mark.parametrize("family, engine, setting, says", [
-    ("glm4_moe", "vllm", ("pre", True), "exact for vLLM; NOT for SGLang (train with --engine sglang); NOT for "
-     "transformers (train with --engine transformers)"),
+    ("glm4_moe", "vllm", ("pre", True), "exact for vLLM; NOT for SGLang (train with --engine sglang); "
+     "NOT for transformers (train with --engine transformers)"),
     ("glm4_moe", "sglang", ("post", False), "exact for SGLang and transformers; NOT for vLLM (train with "
      "--engine vllm)"),
     ("glm4_moe", "transformers", ("post", False), "exact for SGLang and transformers; NOT for vLLM"),
@@ -4279,8 +4280,9 @@ def test_check_names_the_engine(tmp_path, capsys, family, engine, setting, says)
     capsys.readouterr()
     convert_cli("--check", tmp_path / "out")
     line = capsys.readouterr().out.splitlines()[-1]
-    trained = f"trained with --engine {engine} (K = 3, recycle {setting[0]}, zero_first_embedding {setting[1]})"
-    assert line.startswith(f"{trained}: {says}")
+    recycle, zero = setting
+    assert line.startswith(f"trained with --engine {engine} (K = 3, recycle {recycle}, "
+                           f"zero_first_embedding {zero}): {says}")
 
 
 def test_a_layout_that_an_engine_does_not_serve_is_refused():
@@ -4295,7 +4297,8 @@ def test_a_draft_in_another_layout_than_it_was_trained_for_is_exact_for_no_engin
     source = dense_target(tmp_path / "target", "llama")
     draft_of(source, tmp_path / "draft", "vllm")
     convert_cli(tmp_path / "draft", "--out", tmp_path / "out", "--layout", "glm4_moe")
-    says = "exact for no engine; NOT for vLLM (leave --layout out); NOT for SGLang (train with --engine sglang)"
+    says = ("exact for no engine; NOT for vLLM (leave --layout out); NOT for SGLang (train with "
+            "--engine sglang)")
     assert says in capsys.readouterr().out
 
 
@@ -4361,6 +4364,8 @@ def test_dense_target_as_hy_v3(tmp_path, family, tied):
     convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
     config, found = json.loads((tmp_path / "out/config.json").read_text()), tensors(tmp_path / "out")
     assert config["model_type"] == "hy_v3" and config["qk_norm"] == (family == "qwen3")
+    assert config["num_experts"] == 8 and "n_routed_experts" not in config  # its own names, and both of F's
+    assert config["expert_hidden_dim"] == config["moe_intermediate_size"] == 32
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"]) == tied
     routed = [t for name, t in found.items() if name.startswith("model.layers.2.mlp.experts")]
     assert len(routed) == 24 and not any(t.any() for t in routed)
