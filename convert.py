@@ -313,7 +313,10 @@ def family_of(config):
 
 def layer_prefix(config, after=0):
     """Prefix of the MTP layer's tensors, or of the one `after` it."""
-    return family_of(config).prefix.format(N=config["num_hidden_layers"] + after)
+    family = family_of(config)
+    N = config.get("num_hidden_layers")
+    require(N, f"config.json has num_hidden_layers {N}: expected a whole model's, not a draft's")
+    return family.prefix.format(N=N + after)
 
 
 def draft_config(config, names=None, sizes=None):

@@ -4186,8 +4186,15 @@ def test_a_failed_run_leaves_nothing(tmp_path, monkeypatch):
 def test_check_of_another_folder_says_what_it_lacks(tmp_path, capsys):
     convert_cli("--check", tmp_path, expect=2)
     assert f"{tmp_path} has no config.json: no checkpoint's folder" in capsys.readouterr().err
-    convert_cli("--check", tiny_target(tmp_path / "target", "glm4_moe", native=0), expect=1)
+    source = tiny_target(tmp_path / "target", "glm4_moe", native=0)
+    convert_cli("--check", source, expect=1)
     assert "wrong: there is no MTP layer, model.layers.2.*" in capsys.readouterr().out
+    convert_cli("--check", draft_of(source, tmp_path / "draft"), expect=2)
+    assert "has num_hidden_layers None: expected a whole model's, not a draft's" in capsys.readouterr().err
+    other = tiny_target(tmp_path / "other", "glm4_moe")
+    (other / "config.json").write_text(json.dumps(tiny_config("glm4_moe") | dict(model_type="deepseek_v3")))
+    convert_cli("--check", other, expect=2)
+    assert "model_type 'deepseek_v3' is none of glm4_moe, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "hy_v3"])
