@@ -488,7 +488,8 @@ def expected_layer(config, names, prefix):
 
 def expected_stack(config, names):
     """{name: shape} of the main model that a config.json implies."""
-    C, V, width = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
+    C, V = config["hidden_size"], config["vocab_size"]
+    width = config["intermediate_size"]
     sparse = {name: shape for name, shape in expected_layer(config, names, "").items()
               if name.startswith(("self_attn.", "attention.", "mlp.", "input_", "post_"))}
     dense = {name: shape for name, shape in sparse.items() if not name.startswith("mlp.")}
@@ -859,7 +860,8 @@ def check(checkpoint):
     if not mtp_prefix(config, checkpoint.files):
         return [f"there is no MTP layer, {layer_prefix(config)}*"], {}
 
-    entries, metadata, problems = {}, {}, []
+    problems = []
+    entries, metadata = {}, {}
     for path in sorted(checkpoint.path.glob("*.safetensors")):
         try:
             found, about = read_header(path)
