@@ -15,8 +15,9 @@ Engines load checkpoints with missing, fused or un-indexed draft tensors without
 garbage, so OUT is checked before it appears. A draft is exact only for an engine that feeds back what
 the draft was trained on. Its shard keeps that setting (safetensors metadata); --check names the engines.
 
-To add a family of checkpoints, write the function that reads its config.json and a row of FAMILIES.
-What an engine does with it is a row of ENGINES. mtp.py imports this file; it imports nothing of mtp.py.
+To add a family of checkpoints, write the function that reads its config.json and a row of FAMILIES
+(and ROUTER, expected_stack, layer_number, where its names differ there). What an engine does with it
+is a row of ENGINES. mtp.py imports this file; it imports nothing of mtp.py.
 
 Glossary: C hidden_size, V vocab_size, H query heads, G key/value heads, D head_dim, E n_routed_experts,
 F moe_intermediate_size, N num_hidden_layers. Layout: the family as which a checkpoint is written.
@@ -43,7 +44,8 @@ from safetensors.torch import load_file, save_file
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = "model-mtp.safetensors"  # of OUT: the draft's
-RENAMED = {SINGLE: "model-00001-of-00001.safetensors"}  # a loader that sees SINGLE reads no index
+RENAMED = {  # a loader that sees SINGLE reads no index; a source that is an OUT has a SHARD of its own
+    SINGLE: "model-00001-of-00001.safetensors", SHARD: "model-mtp-source.safetensors"}
 WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -94,7 +96,8 @@ def aside(path):
 
 
 def put_in_place(fresh, path):
-    """Sync a file or folder that was written aside, then rename it: `path` is the old or the whole new."""
+    """Sync a file or folder that was written aside, then rename it: `path` is the old or the whole new one.
+    Of a folder the old one is removed first."""
     path = Path(path)
     for written in [*fresh.rglob("*"), fresh]:
         fsync(written)
@@ -918,7 +921,8 @@ def check_layer(checkpoint, entries):
 
     there = [name for name in expected if name in entries]
     problems += [f"{name} holds nan or inf" for name in there
-                 if name in checkpoint.files and not checkpoint.read(name).isfinite().all()]
+                 if checkpoint.files.get(name) == entries[name].file
+                 and not checkpoint.read(name).isfinite().all()]
 
     coded = [name for name in there if entries[name].dtype in CODES]
     scales = [name.removesuffix(".weight") + suffix for name in coded for suffix in SCALES]

@@ -1,32 +1,35 @@
 """mtp.py - train multi-token-prediction (MTP) drafters exactly as serving engines run them.
 
-A draft is one decoder layer that proposes the next few tokens of a frozen target model. One step, all rows t:
+A draft is one decoder layer that proposes the next few tokens of a frozen target. One step, all rows t:
 
   x[t+1+k] -> embed* -> enorm -.
-                               cat -> eh_proj -> z -> + attention -> + MoE -> r -> final norm -> n -> lm_head*
-  g[t]     -----------> hnorm -'                      GQA, QK-norm,   sigmoid                    |  logits of
-   ^                                                  RoPE at t+k     router                     |  x[t+2+k]
-   '--- step 0: h[t], the target's last hidden state; step k: n (or r) of step k-1 --------------'  * frozen
+                               cat -> eh_proj -> z -> + attention -> + MoE -> r -> norm -> n -> lm_head*
+  g[t]     -----------> hnorm -'                      GQA, QK-norm,   sigmoid              |  logits of
+   ^                                                  RoPE at t+k     router               |  x[t+2+k]
+   '-- step 0: h[t], the target's last hidden state; step k: n (or r) of step k-1 ---------'  * frozen
 
-Training is test-time training (TTT): K such steps in a row, each fed with the output of the one before, the
-keys and values of all steps kept: what is trained is what is later served, token by token.
+Training is test-time training (TTT): K such steps in a row, each fed with the output of the one
+before, the keys and values of all steps kept. What is trained is what is later served.
 
-  torchrun mtp.py                                           demo on a CPU: builds a target, trains, evaluates
+  torchrun mtp.py                                           demo on a CPU: target, draft, acceptance
   torchrun mtp.py --target DIR --data F.jsonl --backend fa  one GPU, a GLM-4.x or Hunyuan 3 checkpoint
   torchrun --nproc-per-node 8 mtp.py --backend usp ...      one long sequence split over 8 GPUs
   python mtp.py eval --draft DIR                            acceptance on held-out text
   python mtp.py generate --draft DIR --prompt TEXT          lossless speculative decoding
-  python mtp.py capture --target DIR --data F --out DIR     stored hidden states; also: generate-data, plot
+  python mtp.py capture --target DIR --data F --out DIR     stored states; also: generate-data, plot
 
 Row t is the root of its own draft chain. What step k = 0..K-1 does in row t (h_t has seen x_0..x_t):
 
-  | embeds    | hidden in       | RoPE position | predicts  | teacher                    | sees keys of
-  | x_{t+1+k} | h_t; k > 0: n   | t + k         | x_{t+2+k} | softmax(lm_head h_{t+1+k}) | step 0: rows <= t,
-  |           | (or r) of k - 1 |               |           |                            | steps 1..k: row t
+  | embeds    | hidden state in  | RoPE at | predicts  | teacher                 | sees keys of
+  | x_{t+1+k} | h_t; k > 0: n    | t + k   | x_{t+2+k} | softmax(lm_head         | step 0: rows <= t,
+  |           | (or r) of k - 1  |         |           |         h_{t+1+k})      | steps 1..k: row t
 
-Glossary: B batch, T tokens, C hidden_size, V vocab_size, H query heads, G key/value heads, D head_dim, N any
-rows, E n_routed_experts, A num_experts_per_tok, F moe_intermediate_size, K ttt_length, P ranks of a sequence.
-Attention tensors are (B, T, H, D). "fp32" is at least fp32: a float64 model stays float64.
+Glossary: B batch, T tokens, C hidden_size, V vocab_size, H query heads, G key/value heads, D head_dim,
+N any rows, E n_routed_experts, A num_experts_per_tok, F moe_intermediate_size, K ttt_length, P ranks
+of a sequence, L rows of a rank. Attention tensors are (B, T, H, D). "fp32" is at least fp32.
+
+To find your way: the mask is drawn above `class Attention`, the loop is `ttt_steps`. Add a loss term in
+LOSS_TERMS, a family or an engine in convert.py's tables. Copy down to `# ---- Everything above`.
 
 The method is the MTP drafter of AngelSpec (Tencent, 2026); recycled hidden states go back to EAGLE, the
 exchange between ranks to DeepSpeed Ulysses. This file is an independent implementation.
@@ -43,6 +46,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
 try:
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
     FLEX_MISSING = None
@@ -51,15 +55,17 @@ except ImportError as error:
 
 try:
     import mtp_kernels  # compiled from csrc/; registers torch.ops.mtp_kernels
-    KERNELS, NO_KERNELS = True, None
+    NO_KERNELS = None
 except ImportError as error:  # the functions named _ref serve instead
-    KERNELS, NO_KERNELS = False, f"{error}; build them with: python setup.py build_ext --inplace"
+    NO_KERNELS = f"{error}; build them with: python setup.py build_ext --inplace"
+KERNELS = NO_KERNELS is None  # are they used?
 
 def require(holds, message):
     if not holds:
         raise ValueError(message)
 
-# ---- Config ------------------------------------------------------------------------------------------------
+# ---- Config --------------------------------------------------------------------------------------
+
 @dataclass
 class MTPConfig:
     """Shape of a draft layer, in glm4_moe's spelling for every family."""
@@ -84,67 +90,113 @@ class MTPConfig:
     initializer_range: float = 0.02
     max_position_embeddings: int = 131072
     model_type: str = "glm4_moe"
-    def __post_init__(self):
-        H, G, E = self.num_attention_heads, self.num_key_value_heads, self.n_routed_experts
-        rotary = int(self.head_dim * self.partial_rotary_factor)
-        require(H % G == 0, f"num_attention_heads {H} must be a multiple of num_key_value_heads {G}")
-        require(E % self.n_group == 0 and (self.n_group == 1 or E >= 2 * self.n_group),
-                f"n_routed_experts {E} cannot be n_group {self.n_group} equal groups of at least two")
-        A, usable = self.num_experts_per_tok, E // self.n_group * min(self.topk_group, self.n_group)
-        require(1 <= A <= usable, f"num_experts_per_tok {A} is not in 1..{usable}, all topk_group allows")
-        require(rotary > 0 and rotary % 2 == 0, f"RoPE turns {rotary} of {self.head_dim} dims, must be even")
 
-# ---- Small operations --------------------------------------------------------------------------------------
-def fp32(dtype):  # at least: what norms, routers, softmaxes and sums run in
+    def __post_init__(self):
+        H, G = self.num_attention_heads, self.num_key_value_heads
+        require(H % G == 0, f"num_attention_heads {H} must be a multiple of num_key_value_heads {G}")
+
+        rotary = int(self.head_dim * self.partial_rotary_factor)
+        require(rotary > 0 and rotary % 2 == 0,
+                f"RoPE turns {rotary} of {self.head_dim} dims, must be even")
+
+        E, groups = self.n_routed_experts, self.n_group
+        require(E % groups == 0 and (groups == 1 or E >= 2 * groups),
+                f"n_routed_experts {E} cannot be n_group {groups} equal groups of at least two")
+        A = self.num_experts_per_tok
+        usable = E // groups * min(self.topk_group, groups)
+        require(1 <= A <= usable,
+                f"num_experts_per_tok {A} is not in 1..{usable}, all topk_group allows")
+
+# ---- Small operations ----------------------------------------------------------------------------
+
+def fp32(dtype):
+    """What norms, routers, softmaxes and sums run in: fp32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
-def halves(x):
-    return x[:len(x) // 2], x[len(x) // 2:]
-def window(x, start, stop):  # a copy of x[:, start:stop], zeros where x has ended
+
+def window(x, start, stop):
+    """A copy of x[:, start:stop], with zeros where x (B, T, ..) has ended."""
     part = x[:, start:stop]
-    return torch.cat([part, part.new_zeros(len(x), stop - start - part.shape[1], *x.shape[2:])], dim=1)
+    missing = part.new_zeros(len(x), stop - start - part.shape[1], *x.shape[2:])
+    return torch.cat([part, missing], dim=1)
 
 def rope(x, position_ids, config):
-    """Turn the first partial_rotary_factor * D dims of x (B, T, H, D), half-split, by position_ids (B, T)."""
-    D, dtype = x.shape[-1], fp32(x.dtype)
+    """Turn the first partial_rotary_factor * D dims of x (B, T, H, D) by position_ids (B, T)."""
+    D = x.shape[-1]
     half = int(D * config.partial_rotary_factor) // 2
-    frequency = 1.0 / config.rope_theta ** (torch.arange(half, dtype=dtype, device=x.device) / half)
-    angle = position_ids.to(dtype)[..., None, None] * frequency  # (B, T, 1, half)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)  # of fp32 angles, as transformers and vLLM
+    # Dim i turns together with dim i + half, both by position * theta ** (-i / half).
+    dims = torch.arange(half, dtype=fp32(x.dtype), device=x.device)
+    frequency = 1.0 / config.rope_theta ** (dims / half)
+
+    # (B, T, 1, half), in fp32 and then cast, as transformers and vLLM have it
+    angle = position_ids.to(frequency.dtype)[..., None, None] * frequency
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
+
     a, b, rest = x.split([half, half, D - 2 * half], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 class Documents:
-    """Which rows belong together. doc_ids (B, T): a document is a maximal run of equal values, negative is
-    padding; None: each row is one. run (B, T): its number from 1, -1 in padding; position_ids (B, T)."""
+    """Which rows belong together. doc_ids (B, T): a document is a maximal run of equal values,
+    negative is padding; None: each sequence is one document.
+
+    document (B, T): its number, from 1; 0 in padding. position_ids (B, T): from its first row."""
     def __init__(self, doc_ids, batch, length, device):
         rows = torch.arange(length, device=device).expand(batch, length)
         self.whole = doc_ids is None
-        doc_ids = torch.zeros_like(rows) if self.whole else doc_ids
-        self.first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
-        self.run = self.first.cumsum(1).masked_fill(doc_ids < 0, -1)
-        self.position_ids = rows - torch.where(self.first, rows, 0).cummax(1).values
-    def has_later(self, by):
-        """(B, T) bool: does token t + by exist and lie in row t's document?"""
-        return (self.run >= 0) & (window(self.run, by, by + self.run.shape[1]) == self.run)
-    @cached_property
-    def segments(self):
-        """Index of every document, for kernels that take one at a time. Reads the tensors: for a CPU."""
         if self.whole:
-            return [(slice(None), slice(None))]
-        starts = self.first.nonzero().tolist()  # [b, start], b ascending
-        stops = [j or self.run.shape[1] for _, j in starts[1:] + [[0, 0]]]
-        return [(slice(b, b + 1), slice(i, j)) for (b, i), j in zip(starts, stops) if self.run[b, i] >= 0]
+            doc_ids = torch.zeros_like(rows)
+
+        first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
+        self.document = first.cumsum(1).masked_fill(doc_ids < 0, 0)
+        # A row's number less that of the row where its document begins.
+        self.position_ids = rows - torch.where(first, rows, 0).cummax(1).values
+
+    def has_later(self, by):
+        """(B, T) bool: does row t + by exist and lie in row t's document?"""
+        later = window(self.document, by, by + self.document.shape[1])
+        return (self.document > 0) & (later == self.document)
+
+    @cached_property
+    def causal(self):
+        """(B, T, T) bool: may row i see the step-0 key of row j?"""
+        same = self.document[:, :, None] == self.document[:, None, :]
+        return (same & (self.document > 0)[:, None, :]).tril()
+
     @cached_property
     def block_mask(self):
-        """FlexAttention's BlockMask. One head: the mask is the same for all of them."""
-        run, (B, T) = self.run, self.run.shape
-        return create_block_mask(lambda b, h, i, j: (i >= j) & (run[b, i] == run[b, j]) & (run[b, j] >= 0),
-                                 B, None, T, T, device=run.device, _compile=run.is_cuda)
+        """`causal` as FlexAttention's BlockMask. One head: the mask is the same for all of them."""
+        document = self.document
+        B, T = document.shape
 
-# ---- Attention ---------------------------------------------------------------------------------------------
+        def visible(b, h, i, j):
+            return (i >= j) & (document[b, i] == document[b, j]) & (document[b, j] > 0)
+
+        return create_block_mask(visible, B, None, T, T, device=document.device,
+                                 _compile=document.is_cuda)
+
+    def spans(self):
+        """[(b, start, stop)] of every document. Reads the tensors: for a CPU."""
+        found = []
+        for b, row in enumerate(self.document.cpu()):
+            numbers, lengths = row.unique_consecutive(return_counts=True)
+            stop = 0
+            for number, length in zip(numbers.tolist(), lengths.tolist()):
+                start, stop = stop, stop + length
+                if number > 0:
+                    found.append((b, start, stop))
+        return found
+
+def kernels_take(x, *widths):
+    """Do the compiled kernels run for x's device and dtype? They want `widths` divisible by 8."""
+    if not KERNELS or any(width % 8 for width in widths):
+        return False
+    return x.device.type == "cpu" or (x.is_cuda and mtp_kernels.cuda and x.dtype != torch.float64)
+
+# ---- Attention -----------------------------------------------------------------------------------
 #
-# The mask of the TTT attention, rows t down, keys across (T = 4, step k = 2). A query of row t sees the keys
-# of step 0 of rows <= t of its document and, of each later step, only the key of its own row: its own chain.
+# The mask of the TTT attention, rows t down, keys across (T = 4, step k = 2). A query of row t sees
+# the keys of step 0 of rows <= t of its document and, of each later step, only the key of its own
+# row: its own chain.
 #
 #        step 0     step 1     step 2         Block 0 is ordinary causal attention, o_0 and lse_0. What steps
 #     t: 0 1 2 3    0 1 2 3    0 1 2 3        1..k add is one score per row, s_j = scale * <q, k_j[t]>:
@@ -153,238 +205,293 @@ class Documents:
 #     2  x x x .    . . x .    . . x .             out = exp(lse_0 - lse) o_0 + sum_j exp(s_j - lse) v_j[t]
 #     3  x x x x    . . . x    . . . x
 #
-# which is what a serving engine computes when it drafts k tokens after a verified prefix. Backward, with the
-# MERGED out and lse and w_j = exp(s_j - lse): dv_j = w_j dO, ds_j = w_j <dO, v_j - out>, dk_j = scale ds_j q,
-# dq += scale ds_j k_j; dk_j, dv_j are summed over the query heads that share a key/value head. Block 0 too:
-# its backward, given the merged out and lse, is exact. (Given its own, dq and dK_0 are wrong, dV_0 is right.)
+# which is what a serving engine computes when it drafts k tokens after a verified prefix.
 #
-# Every backend: attend(q, k, v, past_k, past_v, docs, group) -> (out, past_k, past_v). q, out (B, T, H, D);
-# k, v (B, T, G, D) of this step; past_k, past_v lists of those of earlier steps, returned with this step's
-# added. Rows of padding see nothing in block 0: o_0 = 0, lse_0 = -inf.
+# Backward, with the MERGED out and lse and w_j = exp(s_j - lse):
+#
+#     dv_j = w_j dO,   ds_j = w_j <dO, v_j - out>,   dk_j = scale ds_j q,   dq += scale ds_j k_j
+#
+# where dk_j and dv_j are summed over the query heads that share a key/value head. Block 0 needs no
+# more than its own backward, if that is given the merged out and lse: then dq, dK_0 and dV_0 are exact.
+# (Given its own out and lse, dq and dK_0 are wrong and dV_0 is right, which is why that bug hides.)
+#
+# Every backend: attend(q, k, v, past_k, past_v, docs, group) -> (out, past_k, past_v).
+# q, out (B, T, H, D); k, v (B, T, G, D) of this step; past_k, past_v: lists of those of earlier steps,
+# returned with this step's added. Rows of padding see nothing in block 0: o_0 = 0, lse_0 = -inf.
 
-def attend_sdpa(q, k, v, past_k, past_v, docs, group=None):
-    """Dense masked scores over the step-0 keys, the diagonals of later steps appended. Memory is T * T."""
-    past_k, past_v = past_k + [k], past_v + [v]
-    B, T, H, D = q.shape
-    grouped = q.view(B, T, k.shape[2], -1, D)  # (B, T, G, H/G, D)
-    same = (docs.run[:, :, None] == docs.run[:, None, :]) & (docs.run >= 0)[:, None, :]
-    unseen = ~same.tril()[:, :, None, None]
-    scores = [torch.einsum("btgrd,bsgd->btgrs", grouped, past_k[0]).masked_fill(unseen, -torch.inf)]
-    scores += [torch.einsum("btgrd,btgd->btgr", grouped, key)[..., None] for key in past_k[1:]]
-    weights = (torch.cat(scores, -1).to(fp32(q.dtype)) * D ** -0.5).softmax(-1).to(q.dtype)
-    block_0 = weights[..., :T].masked_fill(unseen, 0.0)  # a row that sees nothing: nan -> 0
-    out = torch.einsum("btgrs,bsgd->btgrd", block_0, past_v[0])
-    for j, value in enumerate(past_v[1:]):
-        out = out + weights[..., T + j, None] * value[:, :, :, None]
-    return out.reshape(B, T, H, D), past_k, past_v
+class Attention(nn.Module):
+    """Grouped-query attention; with use_qk_norm, RMSNorm of each q and k head BEFORE RoPE."""
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        C, D = config.hidden_size, config.head_dim
+        H, G = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(C, H * D, bias=config.attention_bias)
+        self.k_proj = nn.Linear(C, G * D, bias=config.attention_bias)
+        self.v_proj = nn.Linear(C, G * D, bias=config.attention_bias)
+        self.o_proj = nn.Linear(H * D, C, bias=False)
+        if config.use_qk_norm:
+            self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+
+    def forward(self, x, position_ids, past_k, past_v, docs, attend, group=None):
+        """x (B, T, C) -> out (B, T, C), past_k, past_v; `attend` is one of BACKENDS, below."""
+        B, T, _ = x.shape
+        D = self.config.head_dim
+        q = self.q_proj(x).view(B, T, -1, D)  # (B, T, H, D)
+        k = self.k_proj(x).view(B, T, -1, D)  # (B, T, G, D)
+        v = self.v_proj(x).view(B, T, -1, D)  # (B, T, G, D)
+        if self.config.use_qk_norm:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = rope(q, position_ids, self.config)
+        k = rope(k, position_ids, self.config)
+
+        out, past_k, past_v = attend(q, k, v, past_k, past_v, docs, group)
+        return self.o_proj(out.flatten(2)), past_k, past_v
+
+def by_group(x, G, dtype):
+    """(B, T, H, D) -> (B, T, G, H/G, D): the query heads that share a key/value head, side by side."""
+    return x.unflatten(2, (G, -1)).to(dtype)
 
 def merge_ref(o_0, lse_0, q, ks, vs, scale):
-    """Merge block 0's attention with one key per row and later step, see above. o_0, q (B, T, H, D), lse_0
-    (B, T, H), natural log, fp32; ks, vs lists of (B, T, G, D). Returns out (B, T, H, D) and lse (B, T, H)."""
-    k, v = (torch.stack(x, dim=3).to(lse_0.dtype) for x in (ks, vs))  # (B, T, G, k, D)
-    rows = (*k.shape[:3], q.shape[2] // k.shape[2], q.shape[-1])  # (B, T, G, H/G, D)
-    q32, o_0, lse_0 = q.view(rows).to(k.dtype), o_0.view(rows).to(k.dtype), lse_0.view(*rows[:4], 1)
-    s = scale * q32 @ k.mT  # (B, T, G, H/G, k)
+    """Merge block 0's attention with one key per row and later step, S of them, see above. o_0, q
+    (B, T, H, D); lse_0 (B, T, H), natural log, fp32; ks, vs: S of (B, T, G, D). Returns out, lse."""
+    G, dtype = ks[0].shape[2], lse_0.dtype
+    k = torch.stack(ks, dim=3).to(dtype)                 # (B, T, G, S, D)
+    v = torch.stack(vs, dim=3).to(dtype)                 # (B, T, G, S, D)
+    lse_0 = by_group(lse_0[..., None], G, dtype)         # (B, T, G, H/G, 1)
+
+    s = scale * by_group(q, G, dtype) @ k.mT             # (B, T, G, H/G, S)
     lse = torch.cat([lse_0, s], -1).logsumexp(-1, keepdim=True)
-    out = (lse_0 - lse).exp() * o_0 + (s - lse).exp() @ v
-    return out.view(q.shape).to(q.dtype), lse.view(q.shape[:3])
+    out = (lse_0 - lse).exp() * by_group(o_0, G, dtype) + (s - lse).exp() @ v
+    return out.flatten(2, 3).to(q.dtype), lse.flatten(2)  # (B, T, H, D), (B, T, H)
 
-def merge_backward_ref(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
-    """Backward of merge_ref: dq (the part through s_j), dks, dvs; given o_0 and lse_0 also do_0, dlse_0."""
-    k, v = (torch.stack(x, dim=3).to(lse.dtype) for x in (ks, vs))
-    rows = (*k.shape[:3], q.shape[2] // k.shape[2], q.shape[-1])
-    q32, dout32, out32 = (x.view(rows).to(lse.dtype) for x in (q, dout, out))
-    w = (scale * q32 @ k.mT - lse.view(*rows[:4], 1)).exp()  # (B, T, G, H/G, k)
-    delta = (dout32 * out32).sum(-1, keepdim=True)
-    ds = scale * w * (dout32 @ v.mT - delta)
-    dks, dvs = (list((x.mT @ y).to(q.dtype).unbind(3)) for x, y in ((ds, q32), (w, dout32)))
-    dq = (ds @ k).view(q.shape).to(q.dtype)
-    if o_0 is None:
-        return dq, dks, dvs
-    w_0 = (lse_0 - lse).view(*rows[:4], 1).exp()
-    dlse_0 = w_0 * ((dout32 * o_0.view(rows)).sum(-1, keepdim=True) - delta)
-    return dq, dks, dvs, (w_0 * dout32).view(q.shape).to(q.dtype), dlse_0.view(lse.shape)
+def merge_backward_ref(dout, q, ks, vs, out, lse, scale):
+    """The gradient of merge_ref through the scores of the later steps, see above: dq, dks, dvs."""
+    G, dtype = ks[0].shape[2], lse.dtype
+    k = torch.stack(ks, dim=3).to(dtype)                 # (B, T, G, S, D)
+    v = torch.stack(vs, dim=3).to(dtype)                 # (B, T, G, S, D)
+    q_heads = by_group(q, G, dtype)                      # (B, T, G, H/G, D)
+    dout = by_group(dout, G, dtype)
+    out = by_group(out, G, dtype)
+    lse = by_group(lse[..., None], G, dtype)             # (B, T, G, H/G, 1)
 
-def kernels_take(x, *sizes):
-    """Do the compiled kernels serve a tensor like x, whose widths are `sizes`?"""
-    here = KERNELS and (x.device.type == "cpu" or x.is_cuda and mtp_kernels.cuda and x.dtype != torch.float64)
-    return here and all(size % 8 == 0 for size in sizes)
+    w = (scale * q_heads @ k.mT - lse).exp()             # (B, T, G, H/G, S)
+    ds = scale * w * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    dq = (ds @ k).flatten(2, 3).to(q.dtype)              # (B, T, H, D)
+    dk = (ds.mT @ q_heads).to(q.dtype)                   # (B, T, G, S, D)
+    dv = (w.mT @ dout).to(q.dtype)                       # (B, T, G, S, D)
+    return dq, list(dk.unbind(3)), list(dv.unbind(3))
+
+def kernels_merge(q, ks):
+    return kernels_take(q, q.shape[-1]) and q.shape[-1] <= 256 and len(ks) <= 7
+
 def merge(o_0, lse_0, q, ks, vs, scale):
-    if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 7:
-        return merge_ref(o_0, lse_0, q, ks, vs, scale)
-    return torch.ops.mtp_kernels.merge(o_0, lse_0, q, ks, vs, scale)
-def merge_backward(dout, q, ks, vs, out, lse, scale, o_0=None, lse_0=None):
-    if not kernels_take(q, q.shape[-1]) or q.shape[-1] > 256 or len(ks) > 7:
-        return merge_backward_ref(dout, q, ks, vs, out, lse, scale, o_0, lse_0)
-    *grads, first = torch.ops.mtp_kernels.merge_backward(dout, q, ks, vs, out, lse, scale, o_0, lse_0)
-    return *grads, *first
+    """merge_ref by the compiled kernel, which has a gradient of its own."""
+    if kernels_merge(q, ks):
+        return torch.ops.mtp_kernels.merge(o_0, lse_0, q, ks, vs, scale)
+    return merge_ref(o_0, lse_0, q, ks, vs, scale)
 
-def causal_block_cpu(q, k, v, docs, scale):
-    """o (B, T, H, D), lse (B, T, H) by a CPU's only op that gives its lse, private; a call per document."""
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=fp32(q.dtype))
-    for at in docs.segments:
-        part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x[at].transpose(1, 2) for x in (q, k, v)), 0.0, True, scale=scale)
-        out[at], lse[at] = (x.transpose(1, 2) for x in part)
-    return out, lse
+def merge_backward(dout, q, ks, vs, out, lse, scale):
+    """merge_backward_ref by the compiled kernel."""
+    if kernels_merge(q, ks):
+        dq, dks, dvs, _ = torch.ops.mtp_kernels.merge_backward(
+            dout, q, ks, vs, out, lse, scale, None, None)
+        return dq, dks, dvs
+    return merge_backward_ref(dout, q, ks, vs, out, lse, scale)
+
+def halves(tensors):
+    return tensors[:len(tensors) // 2], tensors[len(tensors) // 2:]
+
+def cpu_pieces(docs):
+    """Index of what one call of the CPU's flash attention takes: all at once, or a document each."""
+    if docs.whole:
+        return [(slice(None), slice(None))]
+    return [(slice(b, b + 1), slice(start, stop)) for b, start, stop in docs.spans()]
 
 class AttendCPU(torch.autograd.Function):
-    """Block 0 and the merge as one: given the merged out and lse, the block's own backward is exact."""
+    """Block 0 and the merge as one. Block 0 takes the only CPU op that returns an lse, a private one;
+    its backward, given the MERGED out and lse, is exact, see above."""
     @staticmethod
-    def forward(ctx, docs, scale, q, *kv):
-        (k, *ks), (v, *vs) = halves(kv)
-        block_0 = causal_block_cpu(q, k, v, docs, scale)
-        out, lse = merge(*block_0, q, ks, vs, scale) if ks else block_0
-        ctx.docs, ctx.scale = docs, scale
-        ctx.save_for_backward(q, out, lse, *kv)
-        return out
-    @staticmethod
-    def backward(ctx, dout):
-        q, out, lse, *kv = ctx.saved_tensors
-        (k, *ks), (v, *vs) = halves(kv)
-        dout, dq, dk, dv = dout.contiguous(), *(x.new_zeros(x.shape) for x in (q, k, v))
-        for at in ctx.docs.segments:
-            part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(x[at].transpose(1, 2) for x in (dout, q, k, v, out, lse)), 0.0, True, scale=ctx.scale)
-            dq[at], dk[at], dv[at] = (x.transpose(1, 2) for x in part)
-        chain, dks, dvs = merge_backward(dout, q, ks, vs, out, lse, ctx.scale) if ks else (0, [], [])
-        return None, None, dq + chain, dk, *dks, dv, *dvs
+    def forward(ctx, docs, scale, q, *keys_and_values):
+        ks, vs = halves(keys_and_values)
+        out = torch.zeros_like(q)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=fp32(q.dtype))
+        for at in cpu_pieces(docs):
+            heads_first = [x[at].transpose(1, 2) for x in (q, ks[0], vs[0])]  # (B, H, T, D)
+            part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads_first, 0.0, True, scale=scale)
+            out[at] = part[0].transpose(1, 2)  # (B, T, H, D)
+            lse[at] = part[1].transpose(1, 2)  # (B, T, H)
 
-class Merge(torch.autograd.Function):
-    """The merge outside a block whose own autograd takes a gradient for its lse (FlexAttention)."""
-    @staticmethod
-    def forward(ctx, scale, o_0, lse_0, q, *kv):
-        out, lse = merge(o_0, lse_0, q, *halves(kv), scale)
-        ctx.scale = scale
-        ctx.save_for_backward(o_0, lse_0, q, out, lse, *kv)
+        if len(ks) > 1:
+            out, lse = merge(out, lse, q, ks[1:], vs[1:], scale)
+        ctx.docs, ctx.scale = docs, scale
+        ctx.save_for_backward(q, out, lse, *keys_and_values)
         return out
+
     @staticmethod
     def backward(ctx, dout):
-        o_0, lse_0, q, out, lse, *kv = ctx.saved_tensors
-        dout, (ks, vs) = dout.contiguous(), halves(kv)
-        dq, dks, dvs, *d_0 = merge_backward(dout, q, ks, vs, out, lse, ctx.scale, o_0, lse_0)
-        return None, *d_0, dq, *dks, *dvs
+        q, out, lse, *keys_and_values = ctx.saved_tensors
+        ks, vs = halves(keys_and_values)
+        dout = dout.contiguous()
+        dq = torch.zeros_like(q)
+        dk = torch.zeros_like(ks[0])
+        dv = torch.zeros_like(vs[0])
+        for at in cpu_pieces(ctx.docs):
+            saved = (dout, q, ks[0], vs[0], out, lse)
+            heads_first = [x[at].transpose(1, 2) for x in saved]  # (B, H, T, ..)
+            part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *heads_first, 0.0, True, scale=ctx.scale)
+            for grad, x in zip((dq, dk, dv), part):
+                grad[at] = x.transpose(1, 2)  # (B, T, H, D)
+
+        if len(ks) == 1:
+            return None, None, dq, dk, dv
+        dq_later, dks, dvs = merge_backward(dout, q, ks[1:], vs[1:], out, lse, ctx.scale)
+        return None, None, dq + dq_later, dk, *dks, dv, *dvs
 
 compiled_flex_attention = cache(lambda: torch.compile(flex_attention, dynamic=False))
+
 def causal_block_flex(q, k, v, docs, scale):
-    """o (B, T, H, D), lse (B, T, H) by FlexAttention; on CUDA its autograd takes lse's gradient."""
+    """o_0 (B, T, H, D), lse_0 (B, T, H) by FlexAttention; on CUDA its autograd takes lse's gradient."""
     D = q.shape[-1]
-    width = max(16, 1 << (D - 1).bit_length())  # compiled kernels take powers of two; zeros change no score
-    q, k, v = (F.pad(x, (0, width - D)).transpose(1, 2) for x in (q, k, v))
+    # Compiled kernels take head dims that are powers of two; zeros change no score.
+    width = max(16, 1 << (D - 1).bit_length())
+    heads_first = [F.pad(x, (0, width - D)).transpose(1, 2) for x in (q, k, v)]  # (B, H, T, width)
     attention = compiled_flex_attention() if q.is_cuda else flex_attention
-    out, aux = attention(q, k, v, block_mask=docs.block_mask, scale=scale, enable_gqa=True,
+    out, aux = attention(*heads_first, block_mask=docs.block_mask, scale=scale, enable_gqa=True,
                          return_aux=AuxRequest(lse=True))
-    return out[..., :D].transpose(1, 2).contiguous(), aux.lse.transpose(1, 2).contiguous()
-
-def why_not_fa(device_type, dtype):
-    """None where attend_fa runs, else the reason."""
-    if device_type == "cuda":
-        return FLEX_MISSING or ("FlexAttention has no float64 kernels" if dtype == torch.float64 else None)
-    if device_type != "cpu":
-        return f"neither a CPU nor a CUDA device but {device_type}"
-    op = "_scaled_dot_product_flash_attention_for_cpu_backward"
-    return None if hasattr(torch.ops.aten, op) else f"torch {torch.__version__} has no aten::{op}"
-
-def attend_fa(q, k, v, past_k, past_v, docs, group=None):
-    """Block 0 through a flash kernel with its lse, later steps merged in. Memory linear in T."""
-    reason = why_not_fa(q.device.type, q.dtype)
-    require(not reason, f"backend fa cannot run: {reason}. Use --backend sdpa.")
-    past_k, past_v, scale = past_k + [k], past_v + [v], q.shape[-1] ** -0.5
-    if q.device.type == "cpu":
-        return AttendCPU.apply(docs, scale, q, *past_k, *past_v), past_k, past_v
-    out, lse = causal_block_flex(q, past_k[0], past_v[0], docs, scale)
-    if len(past_k) > 1:
-        out = Merge.apply(scale, out, lse, q, *past_k[1:], *past_v[1:])
-    return out, past_k, past_v
+    out = out[..., :D].transpose(1, 2)  # (B, T, H, D)
+    lse = aux.lse.transpose(1, 2)       # (B, T, H)
+    return out.contiguous(), lse.contiguous()
 
 class AllToAll(torch.autograd.Function):
     """x[i] goes to rank i of the group, what comes from rank i becomes out[i]; its own backward."""
     bytes_sent = 0  # by this process, to other ranks
+
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, out = group, torch.empty_like(x)
+        ctx.group = group
+        out = torch.empty_like(x)
         dist.all_to_all_single(out, x, group=group)
         AllToAll.bytes_sent += x.nbytes // len(x) * (len(x) - 1)
         return out
+
     @staticmethod
     def backward(ctx, dout):
         return AllToAll.apply(dout.contiguous(), ctx.group), None
 
+def to_heads(x, group):
+    """All heads of this rank's rows -> all rows of its heads: (B, L, H, D) -> (B, P L, H / P, D)."""
+    B, L, H, D = x.shape
+    P = dist.get_world_size(group)
+    x = x.view(B, L, P, H // P, D).permute(2, 0, 1, 3, 4)    # (P, B, L, H / P, D): x[i] is for rank i
+    x = AllToAll.apply(x.contiguous(), group)                # the same shape: x[i] is rank i's rows
+    return x.transpose(0, 1).reshape(B, P * L, H // P, D)    # (B, P L, H / P, D)
+
+def to_tokens(x, group):
+    """The way back: (B, P L, H / P, D) -> (B, L, H, D)."""
+    B, rows, heads, D = x.shape
+    P = dist.get_world_size(group)
+    x = x.view(B, P, rows // P, heads, D).transpose(0, 1)    # (P, B, L, H / P, D): x[i] is for rank i
+    x = AllToAll.apply(x.contiguous(), group)                # the same shape: x[i] is rank i's heads
+    return x.permute(1, 2, 0, 3, 4).reshape(B, rows // P, P * heads, D)  # (B, L, H, D)
+
+def attend_sdpa(q, k, v, past_k, past_v, docs, group=None):
+    """The drawing as it stands: the keys of all steps, the mask, one call. Memory grows with T * T."""
+    past_k = past_k + [k]
+    past_v = past_v + [v]
+    B, T = q.shape[:2]
+    own_row = torch.eye(T, dtype=torch.bool, device=q.device).expand(B, T, T)
+    mask = torch.cat([docs.causal] + [own_row] * (len(past_k) - 1), dim=-1)   # (B, T, steps * T)
+
+    # (B, T, H, D) -> (B, H, T, D) and back
+    heads_first = [x.transpose(1, 2) for x in (q, torch.cat(past_k, 1), torch.cat(past_v, 1))]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask[:, None], enable_gqa=True)
+    return out.transpose(1, 2), past_k, past_v  # (B, T, H, D)
+
+def attend_fa(q, k, v, past_k, past_v, docs, group=None):
+    """Block 0 by a flash kernel with its lse, later steps merged in. Memory grows with T."""
+    reason = why_not_fa(q.device.type, q.dtype)
+    require(not reason, f"backend fa cannot run: {reason}. Use --backend sdpa.")
+    past_k = past_k + [k]
+    past_v = past_v + [v]
+    scale = q.shape[-1] ** -0.5
+    if q.device.type == "cpu":
+        return AttendCPU.apply(docs, scale, q, *past_k, *past_v), past_k, past_v
+
+    out, lse = causal_block_flex(q, past_k[0], past_v[0], docs, scale)
+    if len(past_k) > 1:
+        out, _ = merge(out, lse, q, past_k[1:], past_v[1:], scale)
+    return out, past_k, past_v
+
 def attend_usp(q, k, v, past_k, past_v, docs, group=None):
-    """attend_fa between two all-to-alls (Ulysses): tokens are sharded outside, heads inside; P must divide H.
-    T is a rank's share, docs are whole; K, V heads are copied P / gcd(G, P) times, autograd sums those."""
-    P, (B, T, H, D) = dist.get_world_size(group), q.shape
-    require(H % P == 0, f"backend usp: {P} ranks do not divide {H} query heads; use {math.gcd(H, P)} ranks")
-    k, v = (x.repeat_interleave(P // math.gcd(x.shape[2], P), dim=2) for x in (k, v))
-    heads = torch.cat([x.reshape(B, T, P, -1, D) for x in (q, k, v)], dim=3)  # (B, T, P, (H + 2Gf) / P, D)
-    heads = AllToAll.apply(heads.permute(2, 0, 1, 3, 4).contiguous(), group)
-    heads = heads.transpose(0, 1).reshape(B, P * T, -1, D)
-    q, k, v = (x.contiguous() for x in heads.split([x.shape[2] // P for x in (q, k, v)], dim=2))
+    """attend_fa between two exchanges (Ulysses): outside, rows are split over ranks, inside heads are.
+    L is a rank's rows, docs are of all P L. Where P does not divide G, key/value heads are repeated."""
+    P = dist.get_world_size(group)
+    H, G = q.shape[2], k.shape[2]
+    require(H % P == 0, f"backend usp: {P} ranks do not divide {H} query heads; "
+                        f"use {math.gcd(H, P)} ranks")
+    copies = P // math.gcd(G, P)
+    k = k.repeat_interleave(copies, dim=2)       # (B, L, copies G, D); autograd sums their gradients
+    v = v.repeat_interleave(copies, dim=2)
+
+    q = to_heads(q, group)                       # (B, L, H, D) -> (B, P L, H / P, D)
+    k = to_heads(k, group)                       # (B, L, copies G, D) -> (B, P L, copies G / P, D)
+    v = to_heads(v, group)
     out, past_k, past_v = attend_fa(q, k, v, past_k, past_v, docs)
-    out = AllToAll.apply(out.reshape(B, P, T, -1, D).transpose(0, 1).contiguous(), group)
-    return out.permute(1, 2, 0, 3, 4).reshape(B, T, H, D), past_k, past_v
+    return to_tokens(out, group), past_k, past_v  # (B, P L, H / P, D) -> (B, L, H, D)
 
 BACKENDS = {"sdpa": attend_sdpa, "fa": attend_fa, "usp": attend_usp}
 
-def attend_decode(q, k, v, past_k, past_v, docs=None, group=None):
-    """Serving: T new rows attend causally to a growing cache (past_k, past_v: empty or one tensor)."""
-    k, v = (torch.cat([*past, new], dim=1) for past, new in ((past_k, k), (past_v, v)))
-    T, S = q.shape[1], k.shape[1]
-    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    q, *kv = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, *kv, attn_mask=mask, enable_gqa=True).transpose(1, 2), [k], [v]
+# ---- Mixture of experts --------------------------------------------------------------------------
 
-class Attention(nn.Module):
-    """Grouped-query attention; RMSNorm of each q and k head BEFORE RoPE where the config has use_qk_norm."""
-    def __init__(self, config):
-        super().__init__()
-        self.config, C, D = config, config.hidden_size, config.head_dim
-        H, G, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, heads * D, bias=bias) for heads in (H, G, G))
-        self.o_proj = nn.Linear(H * D, C, bias=False)
-        if config.use_qk_norm:
-            self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=config.rms_norm_eps) for _ in "qk")
-    def forward(self, x, position_ids, past_k, past_v, docs, attend, group=None):
-        cfg = self.config
-        q, k, v = (f(x).view(*x.shape[:2], -1, cfg.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
-        if cfg.use_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope(q, position_ids, cfg), rope(k, position_ids, cfg)
-        out, past_k, past_v = attend(q, k, v, past_k, past_v, docs, group)
-        return self.o_proj(out.flatten(2)), past_k, past_v
-
-# ---- Mixture of experts ------------------------------------------------------------------------------------
 class Router(nn.Module):
-    """Sigmoid router, fp32 in a bf16 model too. The bias, for choices only, is moved by balance_experts."""
+    """Sigmoid router, fp32 in a bf16 model too. balance_experts moves the bias, which only chooses."""
     def __init__(self, config):
         super().__init__()
-        self.config, dtype = config, fp32(torch.get_default_dtype())
-        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size, dtype=dtype))
-        self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts, dtype=dtype))
+        self.config = config
+        E, C = config.n_routed_experts, config.hidden_size
+        dtype = fp32(torch.get_default_dtype())
+        self.weight = nn.Parameter(torch.empty(E, C, dtype=dtype))
+        self.register_buffer("e_score_correction_bias", torch.zeros(E, dtype=dtype))
+
     def _apply(self, fn, recurse=True):
+        """What .to() and .bfloat16() call: they may move these tensors, not round them."""
         def keep_fp32(tensor):
             moved = fn(tensor)
             return moved if moved.dtype == fp32(moved.dtype) else tensor.to(moved.device)
         return super()._apply(keep_fp32, recurse)
+
     def forward(self, x):
         """x (N, C) -> weights (N, A) at least fp32, chosen experts (N, A) int64."""
         cfg = self.config
-        scores = F.linear(x.to(self.weight.dtype), self.weight).sigmoid()
+        scores = F.linear(x.to(self.weight.dtype), self.weight).sigmoid()  # (N, E)
         choice = scores.detach() + self.e_score_correction_bias
-        if cfg.n_group > 1:  # only experts of the best topk_group groups; a group's score: its two best
-            grouped = choice.view(len(x), cfg.n_group, -1)
-            best = grouped.topk(2, dim=-1).values.sum(-1).topk(cfg.topk_group, dim=-1).indices
-            shut = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
-            choice = grouped.masked_fill(shut[..., None], -torch.inf).flatten(1)
-        chosen = choice.topk(cfg.num_experts_per_tok, dim=-1).indices
+        if cfg.n_group > 1:
+            choice = self.best_groups_only(choice)
+        chosen = choice.topk(cfg.num_experts_per_tok, dim=-1).indices      # (N, A)
+
+        # The bias has a say in the choice, not in the weights.
         weights = scores.gather(1, chosen)
         if cfg.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * cfg.routed_scaling_factor, chosen
 
+    def best_groups_only(self, choice):
+        """Shut the experts outside the best topk_group groups; a group's score: its two best, added."""
+        groups = choice.view(len(choice), self.config.n_group, -1)  # (N, groups, E / groups)
+        scores = groups.topk(2, dim=-1).values.sum(-1)              # (N, groups)
+        best = scores.topk(self.config.topk_group, dim=-1).indices
+        shut = torch.ones_like(scores, dtype=torch.bool).scatter_(1, best, False)
+        return groups.masked_fill(shut[..., None], -torch.inf).flatten(1)  # (N, E)
+
 def experts_ref(x, chosen, weights, gate_up_proj, down_proj):
-    """One expert after another: y[n] = sum_a weights[n, a] * down[e] (silu(gate[e] x[n]) * up[e] x[n]).
-    x (N, C); chosen, weights (N, A); gate_up_proj (E, 2F, C), gate rows first; down_proj (E, C, F)."""
+    """y[n] = sum_a weights[n, a] * down[e] (silu(gate[e] x[n]) * up[e] x[n]), e = chosen[n, a], one
+    expert after another. x (N, C); chosen, weights (N, A); gate_up_proj (E, 2F, C), gate rows first;
+    down_proj (E, C, F)."""
     y = torch.zeros_like(x, dtype=weights.dtype)
     for e in range(len(gate_up_proj)):
         row, slot = (chosen == e).nonzero(as_tuple=True)
@@ -394,67 +501,82 @@ def experts_ref(x, chosen, weights, gate_up_proj, down_proj):
     return y.to(x.dtype)
 
 def experts_grouped(x, chosen, weights, gate_up_proj, down_proj):
-    """experts_ref by two grouped matmuls over (row, slot) pairs in stable order of their expert. No index
-    occurs twice, so that no backward adds in an order that varies; no host sync."""
-    flat, order = chosen.flatten().sort(stable=True)
-    ends = torch.arange(len(gate_up_proj), device=flat.device)
-    ends = torch.searchsorted(flat, ends, right=True, out_int32=True)  # where each expert's pairs end
-    rows = x[:, None].expand(*chosen.shape, -1).flatten(0, 1)[order]
-    gate, up = F.grouped_mm(rows, gate_up_proj.mT, offs=ends).chunk(2, dim=-1)
+    """experts_ref by two grouped matmuls over the N * A pairs (row, slot) in stable order of their
+    expert. No index occurs twice, so no backward adds in an order that varies; no host sync."""
+    N, A = chosen.shape
+    expert, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(len(gate_up_proj), device=expert.device)
+    ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E,) where its pairs end
+
+    pairs = x[:, None].expand(N, A, -1).flatten(0, 1)[order]                # (N * A, C)
+    gate_up = F.grouped_mm(pairs, gate_up_proj.mT, offs=ends)               # (N * A, 2F)
+    gate, up = gate_up.chunk(2, dim=-1)
     act = F.silu(gate) * up * weights.flatten()[order, None].to(x.dtype)
-    out = F.grouped_mm(act, down_proj.mT, offs=ends)  # (N * A, C), sorted by expert
-    return out[order.argsort()].view(*chosen.shape, -1).to(weights.dtype).sum(1).to(x.dtype)
+    out = F.grouped_mm(act, down_proj.mT, offs=ends)                        # (N * A, C)
+
+    out = out[order.argsort()].view(N, A, -1)                               # (N, A, C)
+    return out.to(weights.dtype).sum(1).to(x.dtype)
 
 def experts(x, chosen, weights, gate_up_proj, down_proj):
     """experts_ref by the fastest way there is for x."""
     if kernels_take(x, x.shape[-1], down_proj.shape[-1]):
-        return torch.ops.mtp_kernels.experts_forward(x, chosen, weights, gate_up_proj, down_proj)[0]
-    aligned = all(n * x.element_size() % 16 == 0 for n in down_proj.shape[1:])  # as F.grouped_mm wants
-    way = experts_grouped if aligned and x.dtype != torch.float64 else experts_ref
-    return way(x, chosen, weights, gate_up_proj, down_proj)
+        y, *_ = torch.ops.mtp_kernels.experts_forward(x, chosen, weights, gate_up_proj, down_proj)
+        return y
+    # F.grouped_mm wants rows of 16 bytes and has no float64.
+    aligned = all(width * x.element_size() % 16 == 0 for width in down_proj.shape[1:])
+    if aligned and x.dtype != torch.float64:
+        return experts_grouped(x, chosen, weights, gate_up_proj, down_proj)
+    return experts_ref(x, chosen, weights, gate_up_proj, down_proj)
 
 class MLP(nn.Module):
     """silu(gate) * up -> down: the shared expert."""
     def __init__(self, hidden_size, width):
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(hidden_size, width, bias=False) for _ in range(2))
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
+
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 class MoE(nn.Module):
     """Routed experts, weights fused, and the shared expert, which has weight 1."""
+
     def __init__(self, config):
         super().__init__()
-        E, C, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        E, C = config.n_routed_experts, config.hidden_size
+        width = config.moe_intermediate_size
         self.gate = Router(config)
-        fused = dict(gate_up_proj=torch.empty(E, 2 * width, C), down_proj=torch.empty(E, C, width))
-        self.experts = nn.ParameterDict(fused.items())
-        self.shared_experts = MLP(C, config.n_shared_experts * width) if config.n_shared_experts else None
+        self.experts = nn.ParameterDict([  # the keys of a dict would be sorted
+            ("gate_up_proj", torch.empty(E, 2 * width, C)), ("down_proj", torch.empty(E, C, width))])
+        self.shared_experts = None
+        if config.n_shared_experts:
+            self.shared_experts = MLP(C, config.n_shared_experts * width)
+
     def forward(self, x):
         """x (B, T, C) -> y (B, T, C), chosen experts (B, T, A)."""
-        weights, chosen = self.gate(x.flatten(0, 1))
-        y = experts(x.flatten(0, 1), chosen, weights, *self.experts.values()).view(x.shape)
-        y = y if self.shared_experts is None else y + self.shared_experts(x)
-        return y, chosen.view(*x.shape[:2], -1)
+        B, T, C = x.shape
+        rows = x.flatten(0, 1)                 # (N, C)
+        weights, chosen = self.gate(rows)
+        y = experts(rows, chosen, weights, self.experts["gate_up_proj"], self.experts["down_proj"])
+        y = y.view(B, T, C)                    # (B, T, C)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x)
+        return y, chosen.view(B, T, -1)        # (B, T, A)
 
-@torch.no_grad()
-def balance_experts(bias, load, rate):
-    """Balancing without a loss, in place: bias += rate * sign(mean load - load), re-centred to mean zero."""
-    load = load.to(bias.dtype)
-    bias += rate * (load.mean() - load).sign()
-    bias -= bias.mean()
+# ---- The draft -----------------------------------------------------------------------------------
 
-# ---- The draft ---------------------------------------------------------------------------------------------
 class DecoderLayer(nn.Module):
     """Pre-norm decoder layer: attention, then experts."""
     def __init__(self, config):
         super().__init__()
-        self.config, C, eps = config, config.hidden_size, config.rms_norm_eps
+        self.config = config
+        C, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(C, eps=eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(C, eps=eps)
         self.mlp = MoE(config)
+
     def forward(self, z, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None):
         """z (B, T, C) -> r (B, T, C), past_k, past_v, chosen experts (B, T, A). No final norm."""
         x = self.input_layernorm(z)
@@ -462,6 +584,406 @@ class DecoderLayer(nn.Module):
         u = z + out
         y, chosen = self.mlp(self.post_attention_layernorm(u))
         return u + y, past_k, past_v, chosen
+
+class MTP(DecoderLayer):
+    """The draft: fusion of token embedding and hidden state, one decoder layer, final norm. Embedding
+    and lm_head are the target's: `set_target` keeps references outside parameters() and state_dict()."""
+    embed_weight = lm_head_weight = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        C, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = nn.RMSNorm(C, eps=eps)
+        self.hnorm = nn.RMSNorm(C, eps=eps)
+        self.eh_proj = nn.Linear(2 * C, C, bias=False)
+        self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(C, eps=eps)})
+        init_weights(self, config.initializer_range)
+
+    def set_target(self, embed_weight, lm_head_weight):
+        """The target's embedding and lm_head, (V, C), any float dtype, on this device. Not copied."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        device = self.eh_proj.weight.device
+        for name, tensor in {"embed_weight": embed_weight, "lm_head_weight": lm_head_weight}.items():
+            require(tensor.shape == shape,
+                    f"{name} is {tuple(tensor.shape)}, expected (V, C) = {shape}")
+            require(tensor.device == device,
+                    f"{name} is on {tensor.device}, the draft on {device}: move one")
+            frozen = tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach()
+            object.__setattr__(self, name, frozen)  # past nn.Module's registry
+
+    def logits(self, n):
+        return F.linear(n.to(self.lm_head_weight.dtype), self.lm_head_weight)
+
+    def forward(self, tokens, hidden, position_ids, past_k, past_v, docs, attend=attend_sdpa,
+                group=None, zero_first=False):
+        """One step. tokens, position_ids (B, T), hidden (B, T, C); zero_first: zero the embedding at
+        position 0. Returns n = final_norm(r) and r, (B, T, C), past_k and past_v with this step's
+        added, chosen experts (B, T, A)."""
+        e = F.embedding(tokens, self.embed_weight).to(self.eh_proj.weight.dtype)
+        if zero_first:
+            e = e.masked_fill((position_ids == 0)[..., None], 0)
+
+        # The embedding comes FIRST, then the hidden state.
+        z = self.eh_proj(torch.cat([self.enorm(e), self.hnorm(hidden)], dim=-1))
+        r, past_k, past_v, chosen = super().forward(
+            z, position_ids, past_k, past_v, docs, attend, group)
+        return self.shared_head["norm"](r), r, past_k, past_v, chosen
+
+# ---- The TTT loop --------------------------------------------------------------------------------
+
+def ttt_steps(model, ids, hidden, position_ids, docs, ttt_length, attend, group=None,
+              recycle="post", zero_first=False):
+    """The TTT loop. Step k embeds x[t + 1 + k], is given what step k - 1 put out and sees the keys of
+    all steps so far. ids (B, L + K), hidden (B, L, C), position_ids (B, L). Returns lists of each step's
+    n (B, L, C) and chosen experts (B, L, A)."""
+    L = hidden.shape[1]
+    g = hidden
+    past_k, past_v = [], []
+    ns, chosen = [], []
+    for k in range(ttt_length):
+        tokens = ids[:, k + 1:k + 1 + L]
+        n, r, past_k, past_v, experts_of_step = model(
+            tokens, g, position_ids + k, past_k, past_v, docs, attend, group, zero_first)
+        g = recycled(n, r, recycle)
+        ns.append(n)
+        chosen.append(experts_of_step)
+    return ns, chosen
+
+def recycled(n, r, recycle):
+    """What feeds the next step: "post" n, "pre" r, before the final norm; a (B, L, 1) bool: n where it
+    is True."""
+    if recycle == "post":
+        return n
+    if recycle == "pre":
+        return r
+    return torch.where(recycle, n, r)
+
+def row_share(length, group=None):
+    """(start, stop): which rows of a sequence this rank computes: ceil(length / P) each, so that the
+    last ranks' may lie past its end. Without a group: all of them."""
+    if group is None:
+        return 0, length
+    rows = -(-length // dist.get_world_size(group))
+    start = dist.get_rank(group) * rows
+    return start, start + rows
+
+class Share(NamedTuple):
+    """A rank's rows of a batch, and what their chains read beyond them. Padding holds zeros."""
+    ids: torch.Tensor           # (B, L + K + 1)
+    hidden: torch.Tensor        # (B, L + K, C), the target's
+    position_ids: torch.Tensor  # (B, L)
+    valid: torch.Tensor         # (K, B, L) bool: the row counts at step k
+    embedded: torch.Tensor      # (K, B, L) bool: the token that step k embeds is of the row's document
+    count: torch.Tensor         # [K] counted rows, of all ranks
+    docs: Documents             # of all P L rows
+
+def share_rows(input_ids, hidden_states, loss_mask, doc_ids, ttt_length, group=None):
+    """This rank's Share of a batch, see ttt_loss for the arguments."""
+    B, T = input_ids.shape
+    K = ttt_length
+    start, stop = row_share(T, group)
+    padded = T if group is None else (stop - start) * dist.get_world_size(group)
+    if padded > T:  # equal shares
+        doc_ids = torch.zeros_like(input_ids) if doc_ids is None else doc_ids
+        doc_ids = F.pad(doc_ids, (0, padded - T), value=-1)
+        loss_mask = None if loss_mask is None else F.pad(loss_mask, (0, padded - T))
+
+    docs = Documents(doc_ids, B, padded, input_ids.device)
+    valid = valid_rows(loss_mask, docs, K)
+    embedded = torch.stack([docs.has_later(k + 1) for k in range(K)])
+
+    # What the rows' chains read lies up to K + 1 rows past them, on other ranks: a halo.
+    padding = window(docs.document, start, stop + K + 1) == 0  # (B, L + K + 1)
+    ids = window(input_ids, start, stop + K + 1).masked_fill(padding, 0)
+    hidden = hidden_states.detach()
+    if group is None:
+        hidden = window(hidden, 0, T + K)
+    hidden = hidden.masked_fill(padding[:, :-1, None], 0)
+    return Share(ids=ids, hidden=hidden, position_ids=docs.position_ids[:, start:stop],
+                 valid=valid[:, :, start:stop], embedded=embedded[:, :, start:stop],
+                 count=valid.sum((1, 2)), docs=docs)
+
+def valid_rows(loss_mask, docs, ttt_length):
+    """(K, B, T) bool: row t counts at step k if token t + 2 + k exists in row t's document, unmasked."""
+    T = docs.document.shape[1]
+    if loss_mask is None:
+        loss_mask = torch.ones_like(docs.document)
+    rows = []
+    for k in range(ttt_length):
+        unmasked = window(loss_mask, k + 2, k + 2 + T) != 0
+        rows.append(docs.has_later(k + 2) & unmasked)
+    return torch.stack(rows)
+
+def valid_counts(loss_mask, doc_ids, ttt_length, *, batch, length):
+    """[K] int64: rows of a batch that count at each step. Summed over micro-batches and data-parallel
+    ranks and passed as ttt_loss(counts=...), they keep any split from changing the gradient."""
+    given = [x for x in (loss_mask, doc_ids) if x is not None]
+    docs = Documents(doc_ids, batch, length, given[0].device if given else "cpu")
+    return valid_rows(loss_mask, docs, ttt_length).sum((1, 2))
+
+# ---- The loss ------------------------------------------------------------------------------------
+#
+# A term of the loss is a plain function of the teacher's and the draft's logits, both (N, V) fp32, to
+# (N,). To add one, write it and name it in LOSS_TERMS: then `--loss ce:1+mine:0.5` knows it, and
+# ttt_loss(loss={"ce": 1.0, "mine": 0.5}). The teacher is a constant. ce and kl alone have a closed form
+# and a kernel; any other term has the slope of the whole sum computed by autograd. p is the teacher's
+# distribution, q the draft's.
+
+def ce(teacher, draft):
+    """Cross-entropy against the teacher's argmax."""
+    return F.cross_entropy(draft, teacher.argmax(-1), reduction="none")
+
+def kl(teacher, draft):
+    """KL(p || q)."""
+    log_p = teacher.log_softmax(-1)
+    log_q = draft.log_softmax(-1)
+    return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+
+def tv(teacher, draft):
+    """Total variation, 1 - sum min(p, q): the chance that a drafted token is refused if both sample."""
+    return 1 - torch.minimum(teacher.softmax(-1), draft.softmax(-1)).sum(-1)
+
+def lk(teacher, draft):
+    """From KL, while few drafts are accepted, to TV: arXiv 2602.23881."""
+    refused = tv(teacher, draft)
+    return torch.lerp(refused, kl(teacher, draft), torch.exp(-3 * (1 - refused.detach())))
+
+LOSS_TERMS = {"ce": ce, "kl": kl, "tv": tv, "lk": lk}
+
+def parse_loss(text):
+    """{term: weight} of a sum of LOSS_TERMS like "ce:1+kl:0.5"; a weight left out is 1."""
+    terms = {}
+    for part in text.split("+"):
+        name, _, weight = part.strip().partition(":")
+        weight = weight or "1"
+        known = name in LOSS_TERMS and name not in terms
+        require(known and weight.replace(".", "", 1).isdecimal() and float(weight) > 0,
+                f"loss {text!r} is no sum like ce:1+kl:0.5, weights positive, of "
+                f"{', '.join(LOSS_TERMS)}")
+        terms[name] = float(weight)
+    return terms
+
+# How draft logits (N, V) are judged by the teacher's: judge_ce_kl for sums of ce and kl, judge_terms for
+# all others. Each returns figures (4, N) fp32 - the weighted sum of the terms, CE, KL, is the draft's
+# argmax the teacher's? - and OVERWRITES `draft` with the gradient of that sum in the draft's logits.
+
+def judge_ce_kl_ref(teacher, draft, weights):
+    """ce and kl in closed form: slope = (ce_weight + kl_weight) q - ce_weight onehot - kl_weight p."""
+    ce_weight = weights.get("ce", 0.0)
+    kl_weight = weights.get("kl", 0.0)
+    label = teacher.argmax(-1, keepdim=True)
+    hit = draft.argmax(-1, keepdim=True) == label
+    log_p = teacher.to(fp32(teacher.dtype)).log_softmax(-1)
+    log_q = draft.to(log_p.dtype).log_softmax(-1)
+
+    p = log_p.exp()
+    CE = -log_q.gather(-1, label)[:, 0]
+    KL = (log_p - log_q).mul_(p).sum(-1)
+
+    slope = log_q.exp_().mul_(ce_weight + kl_weight).sub_(p, alpha=kl_weight)
+    slope.scatter_add_(-1, label, slope.new_full(label.shape, -ce_weight))
+    draft.copy_(slope)
+    return torch.stack([ce_weight * CE + kl_weight * KL, CE, KL, hit[:, 0].to(CE.dtype)])
+
+def judge_terms(teacher, draft, weights):
+    """Any terms; their slope is autograd's."""
+    hit = draft.argmax(-1) == teacher.argmax(-1)
+    teacher = teacher.to(fp32(teacher.dtype))
+    z = draft.to(teacher.dtype, copy=True).requires_grad_()
+    with torch.enable_grad():
+        value = sum(weight * LOSS_TERMS[name](teacher, z) for name, weight in weights.items())
+        slope, = torch.autograd.grad(value.sum(), z)
+    draft.copy_(slope)
+    return torch.stack([value.detach(), ce(teacher, z), kl(teacher, z), hit.to(z.dtype)])
+
+def judge_ce_kl(teacher, draft, weights):
+    """judge_ce_kl_ref by the compiled kernel."""
+    if not kernels_take(draft):
+        return by_blocks(judge_ce_kl_ref, teacher, draft, weights)
+    ce_weight = weights.get("ce", 0.0)
+    kl_weight = weights.get("kl", 0.0)
+    ones = torch.ones(len(draft), dtype=fp32(draft.dtype), device=draft.device)
+    CE, KL, label, best = torch.ops.mtp_kernels.loss_rows(teacher, draft, ones, ce_weight, kl_weight)
+    return torch.stack([ce_weight * CE + kl_weight * KL, CE, KL, (label == best).to(CE.dtype)])
+
+# Elements of EACH of the two buffers of logits, (N, V), and of the blocks of them that are judged at a
+# time: few enough for a CPU's caches.
+LOGITS_HELD = {"cpu": 2 ** 25, "cuda": 2 ** 27}
+BLOCK = {"cpu": 2 ** 19, "cuda": 2 ** 27}
+
+def by_blocks(judge, teacher, draft, *arguments):
+    """judge's figures (.., N), a few rows at a time, so that its temporaries stay small."""
+    size = max(1, BLOCK.get(draft.device.type, 2 ** 27) // draft.shape[1])
+    blocks = zip(teacher.split(size), draft.split(size))
+    return torch.cat([judge(*block, *arguments) for block in blocks], dim=-1)
+
+def logit_chunks(lm_head, hidden, ns, valid):
+    """Yield (k, b, rows, teacher, draft): logits (N, V) of every step, for each chunk of draft rows of
+    sequence b that holds a counted one. Row t of step k is judged by teacher row t + 1 + k, so the
+    chunk's N + K - 1 teacher rows serve all steps. Both are views of buffers that are used again."""
+    K, B, L = valid.shape
+    V = len(lm_head)
+    size = min(max(1, LOGITS_HELD.get(lm_head.device.type, 2 ** 25) // V), L)
+    teacher_buffer = lm_head.new_empty(size + K - 1, V)
+    draft_buffer = lm_head.new_empty(size, V)
+
+    starts = range(0, L, size)
+    counted = torch.stack([valid[:, :, start:start + size].any(2).any(0) for start in starts]).tolist()
+    for start, sequences in zip(starts, counted):
+        stop = min(start + size, L)
+        N = stop - start
+        for b in range(B):
+            if not sequences[b]:
+                continue
+            states = hidden[b, start + 1:stop + K].to(lm_head.dtype)  # (N + K - 1, C)
+            teacher = torch.mm(states, lm_head.mT, out=teacher_buffer[:len(states)])
+            for k, n in enumerate(ns):
+                states = n[b, start:stop].to(lm_head.dtype)           # (N, C)
+                draft = torch.mm(states, lm_head.mT, out=draft_buffer[:N])
+                yield k, b, slice(start, stop), teacher[k:k + N], draft
+
+class ChunkedLoss(torch.autograd.Function):
+    """sum_k weight_k * sum over counted rows of the weighted terms, never holding (T, V).
+
+    lm_head is frozen, so d loss / d n is all that backward needs, and it is no larger than n: it is
+    formed here, chunk by chunk, while the logits exist, and only that is kept."""
+    @staticmethod
+    def forward(ctx, lm_head, hidden, valid, weight, terms, *ns):
+        """lm_head (V, C); hidden (B, L + K, C), the target's; valid (K, B, L) bool; weight [K] float64;
+        terms {name: weight}; ns: K times (B, L, C). Returns the loss and, without gradient, sums over
+        counted rows [4, K] float64 (CE, KL, right, prefix hits) and hits (K, B, L) bool."""
+        judge = judge_ce_kl if terms.keys() <= {"ce", "kl"} else partial(by_blocks, judge_terms)
+        figures = torch.zeros(4, *valid.shape, dtype=fp32(lm_head.dtype), device=valid.device)
+        grads = [torch.zeros_like(n) for n in ns]
+
+        for k, b, rows, teacher, draft in logit_chunks(lm_head, hidden, ns, valid):
+            figures[:, k, b, rows] = judge(teacher, draft, terms)
+            if any(ctx.needs_input_grad):
+                slope = draft  # the judge has written it there
+                dn = (slope @ lm_head).to(grads[k].dtype) * weight[k]  # (N, C)
+                grads[k][b, rows] = dn.masked_fill_(~valid[k, b, rows, None], 0)
+        ctx.save_for_backward(*grads)
+
+        value, CE, KL, hit = figures.double()
+        sums = torch.stack([CE, KL, hit, hit.cumprod(0)]).where(valid, 0).sum((2, 3))
+        loss = (weight * value.where(valid, 0).sum((1, 2))).sum()
+        hits = (hit > 0) & valid
+        ctx.mark_non_differentiable(sums, hits)
+        return loss.to(fp32(ns[0].dtype)), sums, hits
+
+    @staticmethod
+    def backward(ctx, dloss, *_):
+        grads = [dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors]
+        return None, None, None, None, None, *grads
+
+class TTTOutput(NamedTuple):
+    """ttt_loss's result. All but loss are of this call alone and global over `group`; [K] unless said."""
+    loss: torch.Tensor         # scalar: sum_k w_k (weighted terms of step k); usp: this rank's share
+    ce: torch.Tensor           # mean cross-entropy against the teacher's argmax; 0 if no row counts
+    kl: torch.Tensor           # mean KL(teacher || draft)
+    acc: torch.Tensor          # share of counted rows whose argmax is the teacher's
+    count: torch.Tensor        # counted rows
+    prefix_hits: torch.Tensor  # counted rows right in steps 0..k; accept_len = 1 + sum of these / count
+    expert_load: torch.Tensor  # [E] rows sent to each expert; none that embeds padding or a foreign token
+    hits: torch.Tensor         # (K, B, T) bool: the row counts and its argmax is the teacher's
+    sums: torch.Tensor         # [5, K] float64: CE, KL, right, prefix hits, counted; not divided
+
+def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3,
+             backend="sdpa", group=None, loss="ce:1+kl:1", decay=0.8, recycle="post",
+             zero_first_embedding=False, counts=None, recompute=False):
+    """Loss of K = ttt_length draft steps from every row, as served: a TTTOutput. Bad input: ValueError.
+
+    input_ids      (B, T)
+    hidden_states  (B, T, C), the target's after its final norm
+    loss_mask      (B, T) of the PREDICTED token, nonzero counts; default: all count
+    doc_ids        (B, T), see Documents; padding is never read
+    backend        of the attention. With "usp" every rank of `group` passes ids, mask and doc_ids of all
+                   rows and, of hidden_states, rows start .. stop + K of its row_share, zeros past T; its
+                   loss is a local sum over the global count: gradients SUMMED over ranks are right
+    loss           sum of LOSS_TERMS: "ce:1+kl:1" or {"ce": 1.0, "kl": 1.0}
+    decay          step k weighs w_k = decay ** k / sum_j decay ** j
+    recycle        what feeds a next step: "post" (n), "pre" (r), "both": each row draws one, from torch's
+                   CPU generator, which must be in one state on all ranks of `group`
+    zero_first_embedding   zero the embedding at position 0, as vLLM does
+    counts         [K], divide the sums; default: this call's valid_counts
+    recompute      compute a step's activations again in backward: a step keeps g, k and v alone"""
+    if backend == "usp" and group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle)
+    terms = parse_loss(loss) if isinstance(loss, str) else loss
+    require(terms.keys() <= LOSS_TERMS.keys(),
+            f"loss has terms {', '.join(terms)}; known are {', '.join(LOSS_TERMS)}")
+    B, T = input_ids.shape
+    start, stop = row_share(T, group)
+    share = share_rows(input_ids, hidden_states, loss_mask, doc_ids, ttt_length, group)
+    if recycle == "both":
+        recycle = window(torch.rand(B, T, 1) < 0.5, start, stop).to(input_ids.device)
+
+    g = share.hidden[:, :stop - start].to(model.eh_proj.weight.dtype)
+    step = model
+    if recompute:
+        step = partial(checkpoint, model, use_reentrant=False, preserve_rng_state=False)
+    ns, chosen = ttt_steps(step, share.ids, g, share.position_ids, share.docs, ttt_length,
+                           BACKENDS[backend], group, recycle, zero_first_embedding)
+
+    # Step k weighs w_k; its terms are means over the counted rows of all micro-batches and ranks.
+    weight = decay ** torch.arange(ttt_length, dtype=torch.float64, device=input_ids.device)
+    divisor = share.count if counts is None else counts.to(share.count.device)
+    require(len(divisor) == ttt_length,
+            f"counts has {len(divisor)} numbers, expected valid_counts' {ttt_length}")
+    weight = weight / weight.sum() / divisor.clamp(min=1)
+    value, sums, hits = ChunkedLoss.apply(
+        model.lm_head_weight, share.hidden, share.valid, weight, terms, *ns)
+
+    load = expert_load(chosen, share.embedded, model.config.n_routed_experts)
+    if group is not None:
+        hits = gather_rows(hits, T, group)
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(load, group=group)
+    CE, KL, right, _ = sums / share.count.clamp(min=1)
+    prefix_hits = sums[3].round().long()
+    return TTTOutput(value, CE, KL, right, share.count, prefix_hits, load, hits,
+                     torch.cat([sums, share.count[None]]))
+
+def expert_load(chosen, embedded, n_routed_experts):
+    """[E] int64: rows sent to each expert. chosen: K times (B, L, A); embedded (K, B, L): which count."""
+    load = torch.zeros(n_routed_experts, dtype=torch.long, device=embedded.device)
+    for of_step, counts in zip(chosen, embedded):
+        counts = counts[..., None].expand(of_step.shape)  # (B, L, A)
+        load.scatter_add_(0, of_step.flatten(), counts.flatten().long())
+    return load
+
+def gather_rows(hits, length, group):
+    """(K, B, L) bool of each rank's rows -> (K, B, T) of all of them."""
+    ranks = range(dist.get_world_size(group))
+    parts = [torch.empty_like(hits, dtype=torch.uint8) for _ in ranks]
+    dist.all_gather(parts, hits.to(torch.uint8), group=group)
+    return torch.cat(parts, dim=-1)[..., :length].bool()
+
+def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group,
+                recycle):
+    """Refuse what ttt_loss cannot take."""
+    require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
+    require(ttt_length > 0, f"ttt_length {ttt_length} must be at least 1")
+    require(backend in BACKENDS, f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    require(recycle in ("post", "pre", "both"), f"recycle {recycle!r} is not one of post, pre, both")
+    require(backend != "usp" or dist.is_initialized(),
+            "backend usp needs torch.distributed: use torchrun")
+    require(group is None or backend == "usp",
+            f"backend {backend!r} takes no process group, only usp does")
+
+    require(input_ids.dim() == 2, f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
+    B, T = input_ids.shape
+    for name, x in {"loss_mask": loss_mask, "doc_ids": doc_ids}.items():
+        require(x is None or x.shape == (B, T),
+                f"{name} must have the shape of input_ids, {(B, T)}")
+    start, stop = row_share(T, group)
+    rows = T if group is None else stop - start + ttt_length
+    shape, expected = tuple(hidden_states.shape), (B, rows, model.config.hidden_size)
+    require(shape == expected,
+            f"hidden_states has shape {shape}, expected (B, rows, C) = {expected}")
+
+# ---- What a trainer needs besides ----------------------------------------------------------------
 
 @torch.no_grad()
 def init_weights(module, std, generator=None):
@@ -472,277 +994,30 @@ def init_weights(module, std, generator=None):
         else:
             tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
-class MTP(DecoderLayer):
-    """The draft: fusion of token embedding and hidden state, one decoder layer, final norm. Embedding and
-    lm_head are the target's: `set_target` keeps references outside parameters(), state_dict() and .to()."""
-    embed_weight = lm_head_weight = None
-    def __init__(self, config):
-        super().__init__(config)
-        C, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm, self.hnorm = nn.RMSNorm(C, eps=eps), nn.RMSNorm(C, eps=eps)
-        self.eh_proj = nn.Linear(2 * C, C, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(C, eps=eps)})
-        init_weights(self, config.initializer_range)
-    def set_target(self, embed_weight, lm_head_weight):
-        """The target's embedding and lm_head, both (V, C), any float dtype, on this device. Not copied."""
-        shape, device = (self.config.vocab_size, self.config.hidden_size), self.eh_proj.weight.device
-        for name, tensor in dict(embed_weight=embed_weight, lm_head_weight=lm_head_weight).items():
-            require(tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, expected (V, C) = {shape}")
-            require(tensor.device == device, f"{name} is on {tensor.device}, the draft on {device}: move one")
-            frozen = tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach()
-            object.__setattr__(self, name, frozen)  # past nn.Module's registry
-    def logits(self, n):
-        return F.linear(n.to(self.lm_head_weight.dtype), self.lm_head_weight)
-    def forward(self, tokens, hidden, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None,
-                zero_first=False):
-        """One step. tokens, position_ids (B, T), hidden (B, T, C); zero_first: the embedding at position 0.
-        Returns n = final_norm(r) and r (B, T, C), past_k and past_v with this step's, chosen experts."""
-        e = F.embedding(tokens, self.embed_weight).to(self.eh_proj.weight.dtype)
-        e = e.masked_fill((position_ids == 0)[..., None], 0) if zero_first else e
-        z = self.eh_proj(torch.cat([self.enorm(e), self.hnorm(hidden)], dim=-1))  # embedding FIRST
-        r, past_k, past_v, chosen = super().forward(z, position_ids, past_k, past_v, docs, attend, group)
-        return self.shared_head["norm"](r), r, past_k, past_v, chosen
+@torch.no_grad()
+def balance_experts(bias, load, rate):
+    """Balancing without a loss, in place: bias += rate * sign(mean load - load), re-centred to mean zero."""
+    load = load.to(bias.dtype)
+    bias += rate * (load.mean() - load).sign()
+    bias -= bias.mean()
 
-# ---- Loss and the TTT loop ---------------------------------------------------------------------------------
-# Terms of the loss, of N rows of a step, p the teacher's distribution, q the draft's. log_q (N, 2 + n): of
-# argmax p, of the data's token, of p's n largest; p_top (N, n): p of those; kl (N,): KL(p || q); a (N,): sum
-# min(p, q) = 1 - TV, the chance that a sampled draft token is accepted (Leviathan et al. 2023).
-LOSS_TERMS = {
-    "ce": lambda log_q, p_top, kl, a: -log_q[:, 0],
-    "ce_data": lambda log_q, p_top, kl, a: -log_q[:, 1],
-    "kl": lambda log_q, p_top, kl, a: kl,
-    "topk_kl": lambda log_q, p_top, kl, a: F.kl_div(
-        log_q[:, 2:].log_softmax(1), p_top / p_top.sum(1, True), reduction="none").sum(1),
-    "topk_kl_full": lambda log_q, p_top, kl, a: F.kl_div(log_q[:, 2:], p_top, reduction="none").sum(1),
-    "tv": lambda log_q, p_top, kl, a: 1 - a,
-    "lk": lambda log_q, p_top, kl, a: torch.lerp(1 - a, kl, (-3 * a.detach()).exp()),  # arXiv 2602.23881
-    "neglog": lambda log_q, p_top, kl, a: -a.clamp(min=torch.finfo(a.dtype).tiny).log(),  # the same
-    "e2e": lambda log_q, p_top, kl, a: 0 * a}  # 1 - sum_j prod_{i <= j} a_i / K of whole chains, 2606.12370
+def why_not_fa(device_type, dtype):
+    """None where attend_fa runs, else the reason."""
+    if device_type == "cpu":
+        op = "_scaled_dot_product_flash_attention_for_cpu_backward"
+        return None if hasattr(torch.ops.aten, op) else f"torch {torch.__version__} has no aten::{op}"
+    if device_type != "cuda":
+        return f"neither a CPU nor a CUDA device but {device_type}"
+    return "FlexAttention has no float64 kernels" if dtype == torch.float64 else FLEX_MISSING
 
-def parse_loss(text):
-    """{term: weight} of a sum of LOSS_TERMS like "ce:1+kl:0.5"; a weight left out is 1."""
-    terms = {name: weight or "1" for name, _, weight in (x.strip().partition(":") for x in text.split("+"))}
-    good = all(t in LOSS_TERMS and x.replace(".", "", 1).isdecimal() and float(x) for t, x in terms.items())
-    require(good, f"loss {text!r} is no sum like ce:1+kl:0.5, weights positive, of {', '.join(LOSS_TERMS)}")
-    return {name: float(x) for name, x in terms.items()}
-
-def valid_rows(loss_mask, docs, ttt_length):
-    """(K, B, T) bool: row t counts at step k if token t+2+k exists in row t's document and is not masked."""
-    mask, T = torch.ones_like(docs.first) if loss_mask is None else loss_mask != 0, docs.run.shape[1]
-    return torch.stack([docs.has_later(k + 2) & window(mask, k + 2, k + 2 + T) for k in range(ttt_length)])
-
-def valid_counts(loss_mask, doc_ids, ttt_length, *, batch, length):
-    """[K + 1] int64: rows of a batch that count at each step, and at every one. Summed over micro-batches and
-    data-parallel ranks and passed as ttt_loss(counts=...), they keep any split from changing the gradient."""
-    device = getattr(loss_mask if doc_ids is None else doc_ids, "device", "cpu")
-    valid = valid_rows(loss_mask, Documents(doc_ids, batch, length, device), ttt_length)
-    return torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
-
-LOGITS_HELD = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # elements of one [rows, V] buffer; there are three
-def teacher_chunks(valid, size):
-    """[(b, start, stop)] of the teacher rows that are read, at most `size` at a time. Row t, step k reads
-    teacher row t + 1 + k; a row that counts at step k is judged at all steps before k too."""
-    (K, B, T), judged = valid.shape, valid.flip(0).cumsum(0).flip(0) > 0
-    read = torch.stack([F.pad(x, (k + 1, K - 1 - k)) for k, x in enumerate(judged)]).any(0)  # (B, T + K)
-    starts = range(1, T + K, size)
-    busy = torch.stack([read[:, s:s + size].any(1) for s in starts]).tolist()
-    return [(b, s, min(s + size, T + K)) for s, row in zip(starts, busy) for b in range(B) if row[b]]
-
-def row_softmax(x, lm_head, scratch, p):
-    """Of rows x (N, C): logits (N, V) less their maximum, softmax (in p), argmax (the first), log-sum-exp."""
-    logits = torch.mm(x.to(lm_head.dtype), lm_head.mT, out=scratch[:len(x)]).to(p.dtype)
-    top, best = logits.max(dim=-1, keepdim=True)
-    p = torch.exp(logits.sub_(top), out=p[:len(x)])
-    total = p.sum(-1, keepdim=True)  # torch.softmax is off by 5e-6 at V = 150k on a CPU
-    return logits, p.div_(total), best[:, 0], total[:, 0].log()
-
-def logit_slopes(value, leaves, spots, p, q, scratch, chances, kl):
-    """(N, V): slopes in the logits of value (N,), of leaves log q at spots (N, 2 + n), KL, a (in q); and of a
-    (in scratch).  d log q[v] = onehot(v) - q,  d KL = q - p,  d a = q (s - <s, q>), s = [p > q]."""
-    d_log_q, d_kl, d_a = torch.autograd.grad(value, leaves, torch.ones_like(value), materialize_grads=True)
-    if chances:
-        da = torch.gt(p, q, out=scratch).mul_(q)
-        da.addcmul_(q, da.sum(-1, keepdim=True), value=-1)
-    q.mul_((d_kl - d_log_q.sum(-1))[:, None]).sub_(p, alpha=kl)
-    if chances:  # and lk's share of d_kl
-        q.addcmul_(p, (d_kl - kl)[:, None], value=-1).addcmul_(da, d_a[:, None])
-    for at in (slice(0, 1), slice(1, 2), slice(2, None)):  # no column twice in one call: deterministic
-        q.scatter_add_(1, spots[:, at], d_log_q[:, at])
-    return q, scratch
-
-def fused_rows(x, teacher, lm_head, scratch, ce_weight, kl_weight):
-    """Of draft rows x (N, C), judged by the teacher's logits (N, V): weighted CE + KL, CE, KL, is the argmax
-    the teacher's, and slopes in the draft's logits (in scratch). The kernel turns logits into slopes."""
-    draft = torch.mm(x.to(lm_head.dtype), lm_head.mT, out=scratch[:len(x)])
-    one = draft.new_ones(len(x), dtype=fp32(draft.dtype))
-    ce, kl, label, best = torch.ops.mtp_kernels.loss_rows(teacher, draft, one, ce_weight, kl_weight)
-    return ce_weight * ce + kl_weight * kl, ce, kl, label == best, draft
-
-class ChunkedLoss(torch.autograd.Function):
-    """sum_k coeff_k * sum over counted rows of the weighted terms, without holding [T, V].
-    lm_head is frozen, so d loss / d n is formed in the forward pass, chunk of teacher rows by chunk, and only
-    that, [B, T, C], is kept. The logits of a teacher row are computed once for all K steps."""
-    @staticmethod
-    def forward(ctx, lm_head, hidden, valid, coeff, w, topk, tokens, measure, *ns):
-        """lm_head (V, C); hidden (B, T + K, C), target's; valid (K, B, T); coeff [K + 1] float64, e2e's last;
-        w {term: weight}; tokens (B, T + K + 1); ns (B, T, C). Returns loss and, without gradient, sums over
-        counted rows [7, K] (CE, KL, right, prefix hits, with `measure` TV, sampled, greedy hits) and hits."""
-        (K, _, T), V, wide = valid.shape, len(lm_head), fp32(lm_head.dtype)
-        size = min(max(1, LOGITS_HELD.get(lm_head.device.type, 2 ** 25) // V), hidden.shape[1])
-        fused = kernels_take(lm_head) and w.keys() <= {"ce", "kl"} and not measure
-        kinds = [lm_head.dtype, lm_head.dtype if fused else wide] + [wide] * (not fused)
-        scratch, p_rows, *q_rows = (lm_head.new_empty(size, V, dtype=x) for x in kinds)
-        total, ce, kl, a, sure = p_rows.new_zeros(5, *valid.shape, dtype=wide)
-        hit, chances = valid.int() * 0, measure or w.keys() & {"tv", "lk", "neglog", "e2e"}
-        grads, chains = ([torch.zeros_like(n) for n in ns if x and any(ctx.needs_input_grad)]
-                         for x in (True, "e2e" in w))
-        for b, start, stop in teacher_chunks(valid, size):
-            states = hidden[b, start:stop].to(lm_head.dtype)
-            if fused:
-                teacher = torch.mm(states, lm_head.mT, out=p_rows[:len(states)])
-            else:
-                logits, p_chunk, labels, lse = row_softmax(states, lm_head, scratch, p_rows)
-                plogp = logits.mul_(p_chunk).sum(-1) - lse  # in place; einsum errs by 4e-3 at V = 150k
-                p_top, top = p_chunk.topk(min(topk, V) if w.keys() & {"topk_kl", "topk_kl_full"} else 0)
-                spots = torch.cat([labels[:, None], tokens[b, start + 1:stop + 1, None], top], dim=1)
-            for k, n in enumerate(ns):
-                i, j = max(0, start - 1 - k), max(0, start - 1 - k, min(T, stop - 1 - k))  # their draft rows
-                rows, at = (k, b, slice(i, j)), slice(i + 1 + k - start, j + 1 + k - start)
-                if fused:
-                    total[rows], ce[rows], kl[rows], hit[rows], d = fused_rows(
-                        n[b, i:j], teacher[at], lm_head, scratch, w.get("ce", 0.0), w.get("kl", 0.0))
-                else:
-                    p, (logits, q, best, lse) = p_chunk[at], row_softmax(n[b, i:j], lm_head, scratch, *q_rows)
-                    log_q, hit[rows] = logits.gather(1, spots[at]) - lse[:, None], best == labels[at]
-                    ce[rows], kl[rows] = -log_q[:, 0], plogp[at] - logits.mul_(p).sum(-1) + lse
-                    if chances:
-                        a[rows] = torch.minimum(p, q, out=logits).sum(-1)
-                        sure[rows] = p.gather(1, best[:, None])[:, 0]
-                    with torch.enable_grad():
-                        x = [x.clone().requires_grad_() for x in (log_q, kl[rows], a[rows])]
-                        value = sum(w[name] * LOSS_TERMS[name](x[0], p_top[at], *x[1:]) for name in w)
-                    total[rows] = value.detach()
-                    if grads:
-                        d, da = logit_slopes(value, x, spots[at], p, q, logits, chances, w.get("kl", 0))
-                if grads:
-                    dn = (d.to(lm_head.dtype) @ lm_head).to(n.dtype) * coeff[k]
-                    grads[k][b, i:j] = dn.masked_fill_(~valid[rows][:, None], 0)
-                if chains:  # d a / d n; e2e's slope is one number per row times that, known after all steps
-                    chains[k][b, i:j] = (da.to(lm_head.dtype) @ lm_head).to(n.dtype)
-        with torch.enable_grad():
-            lost = 1 - a.requires_grad_().cumprod(0).sum(0).double() / K
-            e2e = w.get("e2e", 0) * coeff[K] * lost.where(valid.all(0), 0).sum()
-        for grad, chain, x in zip(grads, chains, torch.autograd.grad(e2e, a)[0]):
-            grad.addcmul_(chain, x[..., None].to(grad.dtype))
-        ctx.save_for_backward(*grads)
-        figures = ce, kl, hit, hit.cumprod(0), 1 - a, a.cumprod(0), sure.cumprod(0), total
-        *sums, total = (x.detach().double().where(valid, 0).sum((1, 2)) for x in figures)
-        loss, sums, hits = (total * coeff[:K]).sum() + e2e.detach(), torch.stack(sums), hit.bool() & valid
-        ctx.mark_non_differentiable(sums, hits)
-        return loss.to(fp32(ns[0].dtype)), sums, hits
-    @staticmethod
-    def backward(ctx, dloss, *_):
-        return *[None] * 8, *(dloss.to(grad.dtype) * grad for grad in ctx.saved_tensors)
-
-class TTTOutput(NamedTuple):
-    """ttt_loss's result. All but loss are [K] and of this call alone (global over `group`)."""
-    loss: torch.Tensor         # scalar: sum_k w_k (weighted terms of step k); usp: this rank's share
-    ce: torch.Tensor           # mean cross-entropy against the teacher's argmax, 0 where no row counts
-    kl: torch.Tensor           # mean KL(teacher || draft)
-    acc: torch.Tensor          # share of counted rows whose argmax is the teacher's
-    count: torch.Tensor        # counted rows
-    prefix_hits: torch.Tensor  # counted rows right in steps 0..k; accept_len = 1 + sum_k prefix_hits / count
-    expert_load: torch.Tensor  # [E] rows sent to each expert in all steps, without padding and foreign tokens
-    hits: torch.Tensor         # (K, B, T) bool: the row counts and its argmax is the teacher's
-    tv: torch.Tensor | None = None       # with `measure`: mean 1 - a; and the mean chance that a target which
-    sampled: torch.Tensor | None = None  # samples accepts steps 0..k of a sampled draft, prod_{i <= k} a_i,
-    greedy: torch.Tensor | None = None   # of a greedy draft, prod_{i <= k} p_i[argmax q_i]
-    sums: torch.Tensor | None = None     # [8, K]: CE, KL, right, prefix hits, TV, sampled, greedy, counted
-
-def draft_tokens(n, lm_head):
-    """(B, T): the draft's own greedy tokens, of n (B, T, C); no more logits at a time than the loss holds."""
-    parts = n.detach().flatten(0, 1).split(max(1, LOGITS_HELD.get(n.device.type, 2 ** 25) // len(lm_head)))
-    return torch.cat([(x.to(lm_head.dtype) @ lm_head.mT).argmax(-1) for x in parts]).view(n.shape[:2])
-
-def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3, backend="sdpa",
-             group=None, ce_weight=1.0, kl_weight=1.0, decay=0.8, recycle="post", zero_first_embedding=False,
-             counts=None, loss=None, topk=10, step_weights=None, rollout="data", measure=False,
-             sharded=False, recompute=False):
-    """Loss of K = ttt_length draft steps from every row, as served: TTTOutput. ValueError for bad input.
-    input_ids (B, T); hidden_states (B, T, C): the target's after its final norm; loss_mask (B, T) of the
-    PREDICTED token, nonzero counts; doc_ids (B, T), see Documents, padding is never read. counts, default
-    this call's valid_counts, divide the sums. recycle: what feeds a next step, "post" (n), "pre" (r), "both"
-    (a row draws one). zero_first_embedding: that of position 0, as vLLM. loss: for parse_loss, overrides both
-    weights; topk: its n. step_weights: K, override decay. rollout: from step 1 on, embed the "data" or, as
-    served, the "draft"'s own argmax. measure: give tv, sampled, greedy. recompute: a step's activations anew
-    in the backward pass, a step keeps g, k and v alone. backend "usp": every rank of `group` passes the whole
-    row; loss is its local sum over the global count, so that gradients SUMMED are right. sharded: of
-    hidden_states rank r passes rows r L .. (r + 1) L + K alone, L = ceil(T / P), zeros past T."""
-    check_batch(model, input_ids, loss_mask, doc_ids, ttt_length, backend, group, recycle, rollout)
-    terms = parse_loss(loss) if loss else {"ce": ce_weight, "kl": kl_weight}
-    (B, T), K = input_ids.shape, ttt_length
-    P, rank = (dist.get_world_size(group), dist.get_rank(group)) if backend == "usp" else (1, 0)
-    length, states = -(-T // P), tuple(hidden_states.shape)
-    expected = B, length + K if sharded else T, model.config.hidden_size
-    require(states == expected, f"hidden_states has shape {states}, expected (B, T, C) = {expected}")
-    post = torch.rand(B, T, 1).to(input_ids.device) < 0.5 if recycle == "both" else None
-    if T % P:  # right-pad to equal shards
-        doc_ids = F.pad(torch.zeros_like(input_ids) if doc_ids is None else doc_ids, (0, -T % P), value=-1)
-        loss_mask = None if loss_mask is None else F.pad(loss_mask, (0, -T % P))
-    lo, hi = rank * length, (rank + 1) * length
-    docs = Documents(doc_ids, B, P * length, input_ids.device)
-    valid = valid_rows(loss_mask, docs, K)
-    count = torch.cat([valid, valid.all(0)[None]]).sum((1, 2))
-    position_ids, padding = docs.position_ids[:, lo:hi], window(docs.run, lo, hi + K + 1) < 0
-    ids = window(input_ids, lo, hi + K + 1).masked_fill(padding, 0)  # a halo of K + 1 rows, states of K
-    hidden = hidden_states.detach() if sharded else window(hidden_states.detach(), lo, hi + K)
-    hidden = hidden.masked_fill(padding[:, :-1, None], 0)
-    g, past_k, past_v, ns = hidden[:, :length].to(model.eh_proj.weight.dtype), [], [], []
-    load = torch.zeros(model.config.n_routed_experts, dtype=torch.long, device=ids.device)
-    step = partial(model, docs=docs, attend=BACKENDS[backend], group=group, zero_first=zero_first_embedding)
-    step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False) if recompute else step
-    for k in range(K):
-        own = draft_tokens(ns[-1], model.lm_head_weight) if k and rollout == "draft" else None
-        tokens = ids[:, k + 1:k + 1 + length] if own is None else own
-        n, r, past_k, past_v, chosen = step(tokens, g, position_ids + k, past_k, past_v)
-        ns.append(n)
-        g = n if recycle == "post" else r if recycle == "pre" else torch.where(window(post, lo, hi), n, r)
-        counted = docs.has_later(k + 1)[:, lo:hi, None].expand(chosen.shape).flatten()
-        load.scatter_add_(0, chosen.flatten(), counted.long())
-    divisor = (count if counts is None else counts.to(count.device)).clamp(min=1)
-    weight = torch.tensor(step_weights or [decay ** k for k in range(K)], dtype=torch.float64)
-    require(len(weight) == K == len(divisor) - 1, f"expected {K} step_weights, {K + 1} counts (valid_counts)")
-    coeff = F.pad(weight / weight.sum(), (0, 1), value=1.0).to(count.device) / divisor
-    loss, sums, hits = ChunkedLoss.apply(
-        model.lm_head_weight, hidden, valid[:, :, lo:hi], coeff, terms, topk, ids, measure, *ns)
-    if P > 1:
-        hits = F.pad(hits, (lo, P * length - hi)).to(torch.uint8)
-        for x in (sums, load, hits):
-            dist.all_reduce(x, group=group)
-    mean, prefix, hits = sums / count[:K].clamp(min=1), sums[3].round().long(), hits[:, :, :T].bool()
-    chances, sums = mean[4:] if measure else [None] * 3, torch.cat([sums, count[None, :K]])
-    return TTTOutput(loss, *mean[:3], count[:K], prefix, load, hits, *chances, sums)
-
-def check_batch(model, input_ids, loss_mask, doc_ids, ttt_length, backend, group, recycle, rollout):
-    require(model.lm_head_weight is not None, "the draft has no target: call model.set_target first")
-    require(input_ids.dim() == 2, f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
-    shape = tuple(input_ids.shape)
-    for name, x in dict(loss_mask=loss_mask, doc_ids=doc_ids).items():
-        require(x is None or x.shape == shape, f"{name} must have the shape of input_ids, {shape}")
-    for x, known in ((backend, BACKENDS), (recycle, ("post", "pre", "both")), (rollout, ("data", "draft"))):
-        require(x in known, f"{x!r} is not one of {', '.join(known)}")
-    require(group is None or backend == "usp", f"backend {backend!r} takes no process group, only usp does")
-    require(backend != "usp" or dist.is_initialized(), "backend usp needs torch.distributed: use torchrun")
-    require(ttt_length > 0, f"ttt_length {ttt_length} must be at least 1")
-
-# ---- Everything above needs only torch and may be copied as is. Below: checkpoints, data, training. --------
+# ---- Everything above needs only torch and may be copied as is. Below: data, distributed, training. ----
 
 import argparse
-import contextlib
 import hashlib
 import inspect
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -750,13 +1025,15 @@ import sys
 import time
 import warnings
 from bisect import bisect_left, insort
-from collections import namedtuple
-from dataclasses import asdict, field, fields, replace
+from dataclasses import MISSING, asdict, astuple, field, fields, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 try:
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
@@ -767,27 +1044,11 @@ try:
 except ImportError as error:
     LOST = f"{error}; pip install transformers safetensors, and keep convert.py beside mtp.py"
 
-# ---- Drafts ------------------------------------------------------------------------------------------------
-def save_draft(path, model, meta, rank=0):
-    """A draft directory: model.safetensors (state_dict), config.json (MTPConfig and `meta`); on all ranks."""
-    path, state = Path(path), {name: whole(x.detach()) for name, x in model.state_dict().items()}
-    if rank:
-        return
-    with atomic(path / "model.safetensors") as aside:
-        save_file({name: x.cpu().contiguous() for name, x in state.items()}, aside, metadata={"format": "pt"})
-    with atomic(path / "config.json") as aside:
-        aside.write_text(json.dumps({**asdict(model.config), **meta, "format": 1}, indent=2) + "\n")
+# ---- Targets and data ----------------------------------------------------------------------------
 
-def load_draft(path):
-    """(MTP model, config.json's dict) of a draft directory; ValueError if it is not one of ours, complete."""
-    meta, state = convert.read_draft(path)
-    model = MTP(MTPConfig(**{f.name: meta[f.name] for f in fields(MTPConfig)}))
-    model.to(state["eh_proj.weight"].dtype).load_state_dict(state)
-    return model, meta
-
-# ---- Targets and data --------------------------------------------------------------------------------------
 class Sample(NamedTuple):
-    name: str                # file, and line where it has lines: what an error names
+    """A document, or a piece of one, to train on."""
+    name: str                # file, and line where it has lines: what an error names; set by cut
     input_ids: torch.Tensor  # (L,) int64
     loss_mask: torch.Tensor  # (L,) bool: tokens to learn
     file: object = None      # where its hidden states are stored, from row `start` on
@@ -795,1031 +1056,1601 @@ class Sample(NamedTuple):
     document: str = ""       # what is held out whole
 
 class Target:
-    """A frozen Hugging Face causal LM: gives hidden states, embedding and lm_head, and verifies drafts.
+    """A frozen Hugging Face causal LM: gives hidden states, embedding and lm_head; verifies drafts.
     stored: hidden states come from files, see open_stored; its layers are not loaded."""
     def __init__(self, cfg, path, device, stored=False):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
         logging.disable_progress_bar()
-        logging.set_verbosity_error()  # it lists an MTP layer as unexpected; what is missing is refused below
-        self.path, self.device = convert.find_target(path), device
+        logging.set_verbosity_error()  # it lists an MTP layer as unexpected; missing weights: below
+
+        self.path = convert.find_target(path)
+        self.device = device
+        self.stored = stored
         self.checkpoint = convert.Checkpoint(self.path)
-        self.config, self.sha256 = self.checkpoint.config, convert.sha256(self.path / "config.json")
-        names, sizes = self.checkpoint.files, {name: getattr(cfg, name, None) for name in convert.SIZES}
-        self.draft_config = MTPConfig(**convert.draft_config(self.config, names, sizes))  # before loading
+        self.config = self.checkpoint.config
+        self.sha256 = convert.sha256(self.path / "config.json")
+
+        names = self.checkpoint.files
+        sizes = {name: getattr(cfg, name, None) for name in convert.SIZES}  # only training has them
+        self.draft_config = MTPConfig(**convert.draft_config(self.config, names, sizes))
         self.layout = convert.serving_layout(self.config, names)
+
         options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
-        self.model, info = AutoModelForCausalLM.from_pretrained(
+        if stored:
+            options["num_hidden_layers"] = 0
+        self.model, loading = AutoModelForCausalLM.from_pretrained(
             self.path, dtype=cfg.dtype, device_map=cfg.target_device_map, use_safetensors=True,
-            output_loading_info=True, **options, **{"num_hidden_layers": 0} if stored else {})
-        lost = sorted(info["missing_keys"])[:5]
-        require(not lost, f"{self.path} lacks weights of the target: {', '.join(lost)}")
+            output_loading_info=True, **options)
+        missing = sorted(loading["missing_keys"])[:5]
+        require(not missing, f"{self.path} lacks weights of the target: {', '.join(missing)}")
+
         self.model.eval().requires_grad_(False)
         if cfg.target_device_map is None:
             self.model.to(device)
-        names = inspect.signature(self.model.base_model.forward).parameters
-        self.cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.2x
-        self.embed = self.model.get_input_embeddings().weight.detach().to(device)
-        self.lm_head = self.model.get_output_embeddings().weight.detach().to(device)
+        self.embed = self.model.get_input_embeddings().weight.detach().to(device)     # (V, C)
+        self.lm_head = self.model.get_output_embeddings().weight.detach().to(device)  # (V, C)
+
+        self.cache_name = "past_key_values"
+        if "cache" in inspect.signature(self.model.base_model.forward).parameters:
+            self.cache_name = "cache"  # since transformers 5.2x
+
     @torch.no_grad()
     def states(self, samples, spans=None, budget=16384):
-        """Last hidden states, normed, of rows start..stop (`spans`) of samples: [(stop - start, C)]."""
-        spans = spans or [(0, len(sample.input_ids)) for sample in samples]
-        found = [self.read_states(s, *at) if s.file else None for s, at in zip(samples, spans)]
-        order = sorted((i for i, x in enumerate(found) if x is None), key=lambda i: spans[i][1])
-        while order:
-            longest = spans[order[-1]][1]
-            order, batch = order[:-max(1, budget // longest)], order[-max(1, budget // longest):]
-            ids = nn.utils.rnn.pad_sequence([samples[i].input_ids[:spans[i][1]] for i in batch], True)
-            hidden = self.model.base_model(ids.to(self.model.device), use_cache=False).last_hidden_state
-            for row, i in zip(hidden.to(self.device), batch):
-                found[i] = row[slice(*spans[i])]
-        return found
-    def read_states(self, sample, start, stop):
-        """Rows start..stop of stored states, read alone; those from before the final norm are normed."""
-        with safe_open(sample.file, "pt") as file:
-            rows, stage = file.get_slice("hidden_states"), (file.metadata() or {}).get("stage", "pre_norm")
-            at, last = slice(sample.start + start, sample.start + stop), rows.get_shape()[1] - 1
-            rows = rows[at] if len(rows.get_shape()) == 2 else rows[at, last]  # (T, layers, C)
-        rows = rows.to(self.model.device)
-        return (rows if stage == "post_norm" else self.model.base_model.norm(rows)).to(self.device)
+        """[(stop - start, C)]: last hidden states, after the final norm, of rows start..stop of each
+        sample; without `spans`, of all rows. A forward pass takes at most `budget` tokens."""
+        if spans is None:
+            spans = [(0, len(sample.input_ids)) for sample in samples]
 
-DEMO = dict(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=8, head_dim=32,
-            num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
-            n_shared_experts=1, intermediate_size=512, use_qk_norm=True, max_position_embeddings=4096)
+        states = [None] * len(samples)
+        stops = {}  # of the samples to compute; what comes after a stop changes nothing before it
+        for i, (sample, (start, stop)) in enumerate(zip(samples, spans)):
+            if sample.file:
+                states[i] = self.read_states(sample, start, stop)
+            else:
+                stops[i] = stop
+
+        for batch in batches_by_length(stops, budget):
+            ids = [samples[i].input_ids[:stops[i]] for i in batch]
+            ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # (B, longest)
+            hidden = self.model.base_model(ids.to(self.model.device), use_cache=False)
+            for i, rows in zip(batch, hidden.last_hidden_state.to(self.device)):
+                start, stop = spans[i]
+                states[i] = rows[start:stop]
+        return states
+
+    def read_states(self, sample, start, stop):
+        """Rows start..stop of a sample's stored states, normed if they are from before the norm."""
+        rows = slice(sample.start + start, sample.start + stop)
+        with safe_open(sample.file, "pt") as file:
+            stage = (file.metadata() or {}).get("stage", "pre_norm")
+            stored = file.get_slice("hidden_states")
+            shape = stored.get_shape()
+            if len(shape) == 2:
+                states = stored[rows]                # of (T, C)
+            else:
+                states = stored[rows, shape[1] - 1]  # of (T, layers, C), the last layer's
+
+        states = states.to(self.model.device)
+        if stage != "post_norm":
+            states = self.model.base_model.norm(states)
+        return states.to(self.device)
+
+def batches_by_length(lengths, budget):
+    """Yield the keys of {key: length} in batches of similar length, the longest first. A batch is a
+    single key, or at most `budget` tokens once padded."""
+    order = sorted(lengths, key=lengths.get)
+    while order:
+        size = max(1, budget // lengths[order[-1]])
+        yield order[-size:]
+        del order[-size:]
+
+def open_target(cfg, ranks, stored=False):
+    """The target of --target, else the demo's, which rank 0 builds in the first run."""
+    choose_kernels(cfg.kernels, ranks.device)
+    path = cfg.target
+    if path is None:
+        path = demo_path()
+        if ranks.rank == 0 and not path.exists():
+            build_demo_target(path)
+        barrier(ranks)  # the others wait
+    return Target(cfg, path, ranks.device, stored=stored)
+
+# The demo: a small GLM-4.x, and as data Python's standard library, text that every machine has.
+
+DEMO = dict(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=32, intermediate_size=512, n_routed_experts=8,
+            num_experts_per_tok=2, moe_intermediate_size=128, n_shared_experts=1, use_qk_norm=True,
+            max_position_embeddings=4096)
+
+def demo_path():
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "mtp", "demo-target-2-python%d.%d" % sys.version_info[:2])
 
 def stdlib_files(every=1):
-    """(training, held-out) files of Python's standard library, text every machine has; each 20th held out."""
+    """(training, held-out) files: each 20th is held out. Of both, only each `every`-th."""
     root = Path(os.__file__).parent
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
-    files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
-    return [f for i, f in enumerate(files) if i % 20][::every], files[::20][::every]
+    files = [path for path in sorted(root.rglob("*.py"))
+             if skip.isdisjoint(path.relative_to(root).parts)]
+    training = [path for i, path in enumerate(files) if i % 20]
+    return training[::every], files[::20][::every]
 
-def build_demo_target(path, steps=800, batch=8, length=128):
-    """Train the demo's tokenizer and target, a small GLM-4.x, on the standard library; save both."""
+def build_demo_target(path, steps=800, batch_size=8, length=128):
+    """Train the demo's tokenizer and target; save both."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
-    say(f"first run: builds the demo target from Python's standard library, about 3 minutes -> {path}")
-    texts, end = [file.read_text(errors="replace") for file in stdlib_files()[0]], "<|endoftext|>"
+    say("first run: builds the demo target from Python's standard library, about 3 minutes "
+        f"-> {path}")
+
+    end = "<|endoftext|>"
+    texts = [file.read_text(errors="replace") for file in stdlib_files()[0]]
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=DEMO["vocab_size"], special_tokens=[end], show_progress=False)
+    bpe.train_from_iterator(texts, DEMO["vocab_size"], special_tokens=[end], show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=end)
-    ids = [i for row in tokenizer(texts)["input_ids"] for i in [*row, tokenizer.eos_token_id]]
-    ids = torch.tensor(ids[:len(ids) // length * length]).view(-1, length)
+
+    ids = []
+    for text_ids in tokenizer(texts)["input_ids"]:
+        ids += [*text_ids, tokenizer.eos_token_id]
+    ids = torch.tensor(ids[:len(ids) // length * length]).view(-1, length)  # (N, length)
+
     torch.manual_seed(0)
     model = Glm4MoeForCausalLM(Glm4MoeConfig(**DEMO, eos_token_id=tokenizer.eos_token_id))
     adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    for step in tqdm(range(steps), desc="demo target", unit="step", mininterval=1):
-        rows = ids[torch.randint(len(ids), (batch,))]
+    for step in tqdm(range(steps), desc="demo target"):
+        batch = ids[torch.randint(len(ids), (batch_size,))]  # (B, length)
         adam.zero_grad()
-        model(rows, labels=rows).loss.backward()
+        model(batch, labels=batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.param_groups[0]["lr"] = 4e-3 * min((step + 1) / 30, 1.0, 0.02 + 2 * (1 - step / steps))
         adam.step()
-    with atomic(path) as aside:
+
+    with convert.atomic(path) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
 
+# From files to documents: a source yields (name, load), and load() returns the document's Sample or
+# raises a ValueError that says why it cannot be used.
+
+def list_documents(path, target):
+    """Yield (name, load) of each document of a .txt, a .jsonl or a directory of stored states."""
+    if os.path.isdir(path):
+        for file in sorted(Path(path).glob("*.safetensors")):
+            yield str(file), partial(open_stored, file, target)
+        return
+
+    require(not target.stored, f"{path} is no directory of stored hidden states (mtp.py capture)")
+    if str(path).endswith(".jsonl"):
+        for number, line in enumerate(open(path, encoding="utf-8", errors="replace"), 1):
+            yield f"{path}:{number}", partial(read_line, line, target.tokenizer)
+    else:
+        yield str(path), partial(read_text, path, target.tokenizer)
+
+def read_text(path, tokenizer):
+    return encode_text(Path(path).read_text(encoding="utf-8", errors="replace"), tokenizer)
+
+def read_line(line, tokenizer):
+    """A line of .jsonl: {"text": ..} or {"messages": [{"role": .., "content": ..}]}."""
+    try:
+        row = json.loads(line)
+        if "messages" not in row:
+            require(isinstance(row["text"], str), "its text is no string")
+            return encode_text(row["text"], tokenizer)
+        ids, mask = encode_messages(row["messages"], tokenizer)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"neither text nor messages: {type(error).__name__} {error}") from None
+    return Sample("", torch.tensor(ids), torch.tensor(mask).bool())
+
+def encode_text(text, tokenizer):
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    return Sample("", ids, torch.ones_like(ids).bool())
+
 def encode_messages(messages, tokenizer):
-    """(input_ids, loss_mask of assistant tokens), by the template's markers, else by rendering prefixes."""
-    require(tokenizer.chat_template, "--data has messages, the target's tokenizer no chat template: use text")
-    template = tokenizer.get_chat_template()
-    if "{% generation" in template or "{%- generation" in template:
-        out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    """(input_ids, loss_mask) of a chat, lists; the mask is of the assistant's tokens. The template
+    marks them, or else the chat is rendered up to each answer, without and with it."""
+    require(tokenizer.chat_template,
+            "--data has messages, the target's tokenizer no chat template: use text")
+    if re.search(r"{%-? generation", tokenizer.get_chat_template()):
+        out = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True)
         return out["input_ids"], out["assistant_masks"]
+
     render = partial(tokenizer.apply_chat_template, tokenize=False)
-    text, spans = render(messages), []
+    text = render(messages)
+    answers = []  # (start, stop) in characters of the text
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, after = render(messages[:i], add_generation_prompt=True), render(messages[:i + 1])
-            require(text.startswith(after) and after.startswith(before), f"the chat template renders message "
-                    f"{i} differently once others follow; it needs {{% generation %}} markers")
-            spans.append((len(before), len(after)))
-    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return out["input_ids"], [any(i < b and j > a for a, b in spans) for i, j in out["offset_mapping"]]
+            before = render(messages[:i], add_generation_prompt=True)
+            after = render(messages[:i + 1])
+            require(text.startswith(after) and after.startswith(before),
+                    f"the chat template renders message {i} differently once others follow; "
+                    "it needs {% generation %} markers")
+            answers.append((len(before), len(after)))
 
-def read_documents(path, target):
-    """Yield (name, file or None, input_ids, loss_mask, document), of an unusable one with None and why."""
-    if os.path.isdir(path):  # of stored hidden states
-        for file in sorted(Path(path).glob("*.safetensors")):
-            try:
-                yield str(file), file, *open_stored(file, target)
-            except Exception as error:  # a broken file raises many kinds
-                yield str(file), file, None, str(error), ""
-        return
-    if not str(path).endswith(".jsonl"):
-        ids = target.tokenizer(Path(path).read_text(errors="replace"))["input_ids"]
-        yield str(path), None, ids, [True] * len(ids), str(path)
-        return
-    for number, line in enumerate(open(path, encoding="utf-8", errors="replace"), 1):
-        try:
-            row = json.loads(line)
-            if "messages" in row:
-                messages = [{**message, "role": message["role"]} for message in row["messages"]]
-                found = encode_messages(messages, target.tokenizer)
-            else:
-                ids = target.tokenizer("" + row["text"])["input_ids"]
-                found = ids, [True] * len(ids)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            found = None, f"neither text nor messages: {type(error).__name__} {error}"
-        yield (name := f"{path}:{number}"), None, *found, name
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    mask = []
+    for start, stop in out["offset_mapping"]:
+        mask.append(any(start < last and stop > first for first, last in answers))
+    return out["input_ids"], mask
 
 def open_stored(path, target):
-    """(input_ids, loss_mask, document) of a file of hidden states, written by `capture` or by vLLM's
-    ExampleHiddenStatesConnector (token_ids; [T, layers, C], not normed); ValueError says what is wrong."""
+    """A file of hidden states, which are not held. `capture` writes such files, so does vLLM's
+    ExampleHiddenStatesConnector: token_ids, states (T, layers, C) before the final norm."""
     with safe_open(path, "pt") as file:
-        meta, names, C = file.metadata() or {}, sorted(file.keys()), target.draft_config.hidden_size
+        meta = file.metadata() or {}
+        names = sorted(file.keys())
         known = "token_ids" if "token_ids" in names else "input_ids"
-        require({known, "hidden_states"} <= {*names}, f"holds {names}, not input_ids and hidden_states")
-        ids, shape = file.get_tensor(known).long(), tuple(file.get_slice("hidden_states").get_shape())
-        mask = file.get_tensor("loss_mask") if "loss_mask" in names else torch.ones_like(ids)
-        finite = meta.get("finite") == "True" or file.get_tensor("hidden_states").isfinite().all()
-    require(shape in [(len(ids), C), (len(ids), *shape[1:2], C)] and mask.shape == ids.shape,
-            f"hidden_states is {shape}, expected ({len(ids)}, {C}) of this target")
-    require(len(shape) == 3 or meta.get("stage") in ("post_norm", "pre_norm"),
-            f"its metadata has stage {meta.get('stage')!r}, neither post_norm nor pre_norm")
-    require(meta.get("target_config_sha256", target.sha256) == target.sha256, "comes from another target")
-    require(finite, "hidden_states holds nan or inf")
-    return ids, mask, meta.get("sample", str(path))
+        require(known in names and "hidden_states" in names,
+                f"holds {names}, not input_ids and hidden_states")
 
-def read_samples(paths, target, seq_len, shortest):
-    """[Sample] of at most seq_len tokens; longer documents are cut. What is unusable is counted and named."""
-    samples, skipped, V = [], [], target.draft_config.vocab_size
-    for path in tqdm(paths, desc="reading", unit="file", leave=False, delay=2):
-        for name, file, ids, mask, document in tqdm(read_documents(path, target), leave=False, delay=2):
-            ids, mask, why = (ids, mask, f"under {shortest} tokens") if ids is not None else ([], [], mask)
-            pieces = zip(*(torch.as_tensor(x).split(seq_len) for x in (ids, mask)))
-            kept = [Sample(name, i.long(), m.bool(), file, n * seq_len, document)
-                    for n, (i, m) in enumerate(pieces) if len(i) >= shortest and m[2:].any()]
-            if any(not 0 <= i.input_ids.min() <= i.input_ids.max() < V for i in kept):
-                kept, why = [], f"holds a token id outside the target's vocabulary of {V}"
-            samples += kept
-            skipped += [] if kept else [f"{name} ({why})"]
-    if skipped:
-        say(f"{len(skipped)} documents skipped: {'; '.join(skipped[:3])}{'; ..' if len(skipped) > 3 else ''}")
-    require(samples, f"no usable document in {', '.join(map(str, paths[:3]))}: each needs {shortest} tokens")
+        ids = file.get_tensor(known).long()
+        mask = torch.ones_like(ids)
+        if "loss_mask" in names:
+            mask = file.get_tensor("loss_mask")
+        shape = file.get_slice("hidden_states").get_shape()
+        finite = meta.get("finite") == "True" or file.get_tensor("hidden_states").isfinite().all()
+
+    T = len(ids)
+    C = target.draft_config.hidden_size
+    layers = shape[1:-1]  # [] or [their number]
+    require(len(layers) < 2 and shape == [T, *layers, C] and mask.shape == ids.shape,
+            f"hidden_states is {shape}, expected ({T}, {C}) of this target")
+    stage = meta.get("stage")
+    require(layers or stage in ("post_norm", "pre_norm"),
+            f"its metadata has stage {stage!r}, neither post_norm nor pre_norm")
+    require(meta.get("target_config_sha256", target.sha256) == target.sha256,
+            "comes from another target")
+    require(finite, "hidden_states holds nan or inf")
+    return Sample("", ids, mask.bool(), path, document=meta.get("sample", ""))
+
+# From documents to packed sequences.
+
+def cut(document, name, seq_len, shortest, vocab_size):
+    """[Sample]: pieces of at most seq_len tokens, without those of less than `shortest`."""
+    samples = []
+    pieces = zip(document.input_ids.split(seq_len), document.loss_mask.split(seq_len))
+    for i, (ids, mask) in enumerate(pieces):
+        if len(ids) >= shortest and mask[2:].any():  # the first token to draft is the third
+            require(0 <= ids.min() and ids.max() < vocab_size,
+                    f"holds a token id outside the target's vocabulary of {vocab_size}")
+            samples.append(Sample(
+                name, ids, mask, document.file, i * seq_len, document.document or name))
+    require(samples, f"under {shortest} tokens, or none of them to learn")
     return samples
 
+def read_samples(paths, target, seq_len, shortest):
+    """[Sample] of all paths' documents. Documents that cannot be used are counted and named."""
+    samples = []
+    skipped = []
+    documents = (document for path in paths for document in list_documents(path, target))
+    for name, load in tqdm(documents, desc="reading", leave=False, delay=2):
+        try:
+            samples += cut(load(), name, seq_len, shortest, target.draft_config.vocab_size)
+        except OSError:
+            raise  # a file that is not there
+        except Exception as error:  # chat templates and broken files raise many kinds
+            skipped.append(f"{name} ({error})")
+
+    if skipped:
+        say(f"{len(skipped)} documents skipped: {'; '.join(skipped[:3])}")
+    require(samples, f"no usable document in {', '.join(map(str, paths[:3]))}: "
+            f"each needs {shortest} tokens, one of them to learn")
+    return samples
+
+def hold_out(samples):
+    """(training, held-out) samples: every 20th document is held out, whole."""
+    documents = list(dict.fromkeys(sample.document for sample in samples))
+    require(len(documents) > 1,
+            "--data holds a single document, none can be held out; give --eval-data FILE")
+    held = set(documents[::20])
+    training = [sample for sample in samples if sample.document not in held]
+    return training, [sample for sample in samples if sample.document in held]
+
+def token_count(sequences):
+    return sum(len(sample.input_ids) for sequence in sequences for sample in sequence)
+
 def pack(samples, seq_len):
-    """Rows (lists of samples) of at most seq_len tokens: best fit, in the order given; no sample is cut."""
-    rows, room = [], []  # room: sorted (tokens left, row)
+    """Packed sequences: lists of samples, seq_len tokens at most. Best fit, in the order given."""
+    sequences = []
+    room = []  # (tokens left, index) of each sequence, sorted
     for sample in samples:
-        at = bisect_left(room, (len(sample.input_ids),))
-        if at == len(room):
-            room.append((seq_len, len(rows)))
-            rows.append([])
-        left, row = room.pop(at)
-        rows[row].append(sample)
-        insort(room, (left - len(sample.input_ids), row))
-    return rows
+        length = len(sample.input_ids)
+        tightest = bisect_left(room, (length,))
+        if tightest == len(room):
+            room.append((seq_len, len(sequences)))
+            sequences.append([])
+        left, index = room.pop(tightest)
+        sequences[index].append(sample)
+        insort(room, (left - length, index))
+    return sequences
 
 @lru_cache(maxsize=2)
 def shuffled(n, seed, epoch):
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n, generator=generator).tolist()
 
-def lay_out(rows, length, device):
-    """(input_ids, loss_mask, doc_ids) of packed rows, (B, length); doc_ids None if a row is one document."""
-    ids = torch.zeros(len(rows), length, dtype=torch.long)
-    mask, docs = torch.zeros_like(ids, dtype=torch.bool), torch.full_like(ids, -1)
-    for b, row in enumerate(rows):
-        start = 0
-        for d, sample in enumerate(row):
-            here = slice(start, start := start + len(sample.input_ids))
-            ids[b, here], mask[b, here], docs[b, here] = sample.input_ids, sample.loss_mask, d
-    return ids.to(device), mask.to(device), None if (docs == 0).all() else docs.to(device)
+def spread(sequences, most):
+    """At most `most` of the sequences, evenly apart."""
+    return sequences[::math.ceil(len(sequences) / most)]
 
-def gather_states(rows, lo, hi, target):
-    """hidden_states (B, hi - lo, C) of positions lo..hi of packed rows; names of samples with nan or inf."""
-    hidden, wanted = target.lm_head.new_zeros(len(rows), hi - lo, target.lm_head.shape[1]), []
-    for b, row in enumerate(rows):
-        start = 0
-        for sample in row:
-            i, j = max(lo, start), min(hi, start + len(sample.input_ids))
-            if i < j:
-                wanted.append((sample, (i - start, j - start), (b, slice(i - lo, j - lo))))
-            start += len(sample.input_ids)
-    samples, spans, places = zip(*wanted) if wanted else ((), (), ())
-    for at, states in zip(places, target.states(samples, spans)):
-        hidden[at] = states
-    return hidden, [s.name for s, at in zip(samples, places) if not hidden[at].isfinite().all()]
+def read_sequences(cfg, target):
+    """(training, held-out) packed sequences, of the user's files or the demo's."""
+    paths = cfg.hidden_states or cfg.data
+    eval_paths = cfg.eval_data
+    if not cfg.target:
+        paths, eval_paths = stdlib_files(every=6)
+
+    shortest = cfg.ttt_length + 2
+    samples = read_samples(paths, target, cfg.seq_len, shortest)
+    if eval_paths:
+        held = read_samples(eval_paths, target, cfg.seq_len, shortest)
+    else:
+        samples, held = hold_out(samples)
+
+    order = shuffled(len(samples), cfg.seed, -1)
+    sequences = pack([samples[i] for i in order], cfg.seq_len)
+    tokens = token_count(sequences)
+    fill_ratio = tokens / len(sequences) / cfg.seq_len
+    say(f"data: {tokens:,} tokens of {len(samples):,} samples in {len(sequences):,} sequences of "
+        f"{cfg.seq_len} (fill ratio {fill_ratio:.2f}); {len(held):,} samples held out")
+    return sequences, spread(pack(held, cfg.seq_len), cfg.eval_size)
+
+# From packed sequences to batches.
+
+def places(sequence):
+    """Yield (sample, start, stop): the rows that each sample of a packed sequence takes."""
+    start = 0
+    for sample in sequence:
+        stop = start + len(sample.input_ids)
+        yield sample, start, stop
+        start = stop
+
+def lay_out(sequences, length, device):
+    """(input_ids, loss_mask, doc_ids) of packed sequences, (B, length) each. doc_ids number the
+    samples of a sequence, -1 is padding; None if each sequence is one sample without padding."""
+    input_ids = torch.zeros(len(sequences), length, dtype=torch.long)
+    loss_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    doc_ids = torch.full_like(input_ids, -1)
+    for b, sequence in enumerate(sequences):
+        for number, (sample, start, stop) in enumerate(places(sequence)):
+            input_ids[b, start:stop] = sample.input_ids
+            loss_mask[b, start:stop] = sample.loss_mask
+            doc_ids[b, start:stop] = number
+
+    whole = (doc_ids == 0).all()
+    return input_ids.to(device), loss_mask.to(device), None if whole else doc_ids.to(device)
+
+def gather_states(sequences, start, stop, target):
+    """hidden_states (B, stop - start, C) of rows start..stop of packed sequences, else zeros."""
+    C = target.lm_head.shape[1]
+    hidden_states = target.lm_head.new_zeros(len(sequences), stop - start, C)
+    samples = []
+    spans = []    # the rows of each sample that the window shows
+    found = []    # views of hidden_states: where they go
+    for rows, sequence in zip(hidden_states, sequences):
+        for sample, first, last in places(sequence):
+            low = max(start, first)
+            high = min(stop, last)
+            if low < high:
+                samples.append(sample)
+                spans.append((low - first, high - first))
+                found.append(rows[low - start:high - start])
+
+    for place, states in zip(found, target.states(samples, spans)):
+        place.copy_(states)
+    return hidden_states
+
+# Data that the target makes itself: stored hidden states, answers to prompts.
 
 def capture(cfg):
-    """Store the target's hidden states of --data, a safetensors file per sample, for --hidden-states."""
-    require(cfg.target and cfg.data and cfg.out, "--target DIR, --data FILE.. and --out DIR are all needed")
-    ranks, out = start_ranks(cfg.device), Path(cfg.out)
+    """Store the target's hidden states of --data, a file per sample, for --hidden-states."""
+    require(cfg.target and cfg.data and cfg.out,
+            "--target DIR, --data FILE.. and --out DIR are all needed")
+    ranks = start_ranks(cfg.device)
     target = open_target(cfg, ranks)
-    meta = dict(stage="post_norm", dtype=str(target.lm_head.dtype), target_config_sha256=target.sha256)
-    files = []  # named after their content: what an interrupted capture has written stays
-    for number, sample in [*enumerate(read_samples(cfg.data, target, cfg.seq_len, 3))][ranks.rank::ranks.dp]:
-        key = repr((sample.input_ids.tolist(), sample.loss_mask.tolist(), meta)).encode()
-        files.append((out / f"{number:06d}-{hashlib.sha256(key).hexdigest()[:12]}.safetensors", sample))
-    with tqdm(total=len(files), disable=ranks.rank > 0) as bar:
-        for i in range(0, len(files), 16):  # the same batches when it goes on: the same bits
-            part = files[i:i + 16]
-            lost = [file for file, _ in part if not file.exists()]
-            states = target.states([sample for _, sample in part]) if lost else ()
-            for (file, sample), hidden in zip(part, states):
-                tensors = dict(input_ids=sample.input_ids, loss_mask=sample.loss_mask, hidden_states=hidden)
-                about = {**meta, "sample": sample.name, "finite": str(hidden.isfinite().all().item())}
-                if file in lost:
-                    with atomic(file) as aside:
-                        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, aside, about)
-            bar.update(len(part))
-    say(f"hidden states written, a file per sample; train with --target {cfg.target} --hidden-states {out}")
+    meta = dict(stage="post_norm", dtype=str(target.lm_head.dtype),
+                target_config_sha256=target.sha256)
 
-# ---- Distributed -------------------------------------------------------------------------------------------
+    files = []  # (path, sample)
+    for number, sample in enumerate(read_samples(cfg.data, target, cfg.seq_len, shortest=3)):
+        # Named after its content: what an interrupted capture has written stays.
+        content = repr((sample.input_ids.tolist(), sample.loss_mask.tolist(), meta))
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+        files.append((Path(cfg.out, f"{number:06d}-{digest}.safetensors"), sample))
+
+    files = files[ranks.rank::ranks.dp]
+    for i in tqdm(range(0, len(files), 16), disable=ranks.rank > 0):
+        batch = files[i:i + 16]  # the same samples, whichever are already written: the same bits
+        if all(path.exists() for path, _ in batch):
+            continue
+        states = target.states([sample for _, sample in batch])
+        for (path, sample), hidden_states in zip(batch, states):
+            if not path.exists():
+                write_states(path, sample, hidden_states.cpu(), meta)
+    say(f"hidden states written, a file per sample; train with --target {cfg.target} "
+        f"--hidden-states {cfg.out}")
+
+def write_states(path, sample, hidden_states, meta):
+    tensors = dict(input_ids=sample.input_ids, loss_mask=sample.loss_mask,
+                   hidden_states=hidden_states)
+    finite = hidden_states.isfinite().all().item()
+    with convert.atomic(path) as aside:
+        save_file(tensors, aside, {**meta, "sample": sample.name, "finite": str(finite)})
+
+def read_prompts(path):
+    """[text or list of messages], of a .txt (one a line) or a .jsonl of {prompt} or {messages}."""
+    lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines would split at U+2028
+    prompts = [line for line in lines if line.strip()]
+    if not path.endswith(".jsonl"):
+        return prompts
+
+    for i, line in enumerate(prompts):
+        row = json.loads(line)
+        prompts[i] = row.get("messages") or row.get("prompt")
+        require(prompts[i] is not None,
+                f'{path}: prompt {i + 1} has neither "prompt" nor "messages"')
+    return prompts
+
+def as_prompt(prompt, tokenizer, raw):
+    """A text becomes a list of messages, unless it is to be continued as it is."""
+    if raw or not tokenizer.chat_template or not isinstance(prompt, str):
+        return prompt
+    return [{"role": "user", "content": prompt}]
+
+def encode_prompt(prompt, tokenizer):
+    """input_ids, a list, of a text or of messages to answer."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+def answer_prompts(target, prompts, max_new_tokens):
+    """The target's greedy answers, texts, to texts or lists of messages."""
+    tokenizer = target.tokenizer
+    ids = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+    answers = target.model.generate(
+        **batch.to(target.model.device), do_sample=False, max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id)[:, batch.input_ids.shape[1]:]
+    return tokenizer.batch_decode(answers, skip_special_tokens=True)
+
+def generate_data(cfg):
+    """Write the target's own greedy answers to prompts: what a draft will meet in serving."""
+    require(cfg.prompts and cfg.out, "--prompts FILE and --out FILE.jsonl are both needed")
+    prompts = read_prompts(cfg.prompts)
+    target = open_target(cfg, start_ranks(cfg.device))
+    tokenizer = target.tokenizer
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    prompts = [as_prompt(prompt, tokenizer, cfg.raw) for prompt in prompts]
+
+    out = Path(cfg.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.touch()
+    written = out.read_bytes()
+    os.truncate(out, written.rfind(b"\n") + 1)  # a line cut short is written again
+    done = written.count(b"\n")
+
+    with open(out, "a") as file:
+        for i in tqdm(range(done, len(prompts), cfg.batch_size)):
+            batch = prompts[i:i + cfg.batch_size]
+            answers = answer_prompts(target, batch, cfg.max_new_tokens)
+            for prompt, answer in zip(batch, answers):
+                if isinstance(prompt, str):
+                    row = {"text": prompt + answer}
+                else:
+                    row = {"messages": [*prompt, {"role": "assistant", "content": answer}]}
+                file.write(json.dumps(row) + "\n")
+            file.flush()
+
+# ---- Distributed ---------------------------------------------------------------------------------
+
 class Ranks(NamedTuple):
-    """Where this process stands: data-parallel (dp) times sequence-parallel (sp) ranks, a `group`."""
+    """Where this process stands among dp * sp ranks."""
     rank: int = 0
-    dp: int = 1
-    sp: int = 1
-    group: object = None  # the sp ranks that share a row
+    dp: int = 1           # groups of ranks that train on different sequences
+    sp: int = 1           # ranks of a group, which share each sequence
+    group: object = None  # the process group of those, with backend usp
     device: torch.device = torch.device("cpu")
-    mesh: object = None   # DeviceMesh of all ranks, for FSDP2
-    saver: object = None  # group of all ranks, for saving in the background
+    mesh: object = None   # DeviceMesh of all ranks, for FSDP2; None for a single rank
+
+def variable(name, default=0):
+    """An integer that torchrun sets."""
+    return int(os.environ.get(name, default))
 
 def start_ranks(device="auto", backend="sdpa", sp=None):
-    """Join the process group that torchrun describes, if any. usp: `sp` ranks (default all) share a row."""
-    world, rank, local = (int(os.environ.get(name) or default) for name, default in
-                          (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-    device, group = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu", None
+    """Join the process group that torchrun describes, if any. usp: `sp` ranks (default all) share a
+    sequence."""
+    rank = variable("RANK")
+    world = variable("WORLD_SIZE", 1)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(variable("LOCAL_RANK"))
+
+    if world == 1 and backend != "usp":
+        return Ranks(device=torch.device(device))
     sp = (sp or world) if backend == "usp" else 1
     require(world % sp == 0, f"--sp {sp} does not divide the {world} ranks; start a multiple of it")
-    if world > 1 or backend == "usp":
-        store, backends = dist.HashStore(), "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        if "RANK" in os.environ:  # torchrun's store outlives its ranks: restarted ones would read addresses
-            store = next(dist.rendezvous("env://"))[0]  # of the dead (pytorch 135712; several nodes: README)
-            if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group(backends, store=store, rank=rank, world_size=world)
-        mesh = dist.device_mesh.init_device_mesh(device, (world // sp, sp), mesh_dim_names=("dp", "sp"))
-        group = mesh["sp"].get_group() if backend == "usp" else None
-    several = (mesh["dp", "sp"]._flatten(), dist.new_group(backend="gloo")) if world > 1 else ()
-    device = torch.device(device, local if device == "cuda" else None)
-    return Ranks(rank, world // sp, sp, group, device, *several)
 
-def all_sum(tensor):  # over all ranks, in place
+    backends = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backends, store=meeting_point(), rank=rank, world_size=world)
+    mesh = init_device_mesh(device, (world // sp, sp), mesh_dim_names=("dp", "sp"))
+    group = mesh["sp"].get_group() if backend == "usp" else None
+    everyone = mesh["dp", "sp"]._flatten() if world > 1 else None
+    return Ranks(rank, world // sp, sp, group, torch.device(device), everyone)
+
+def meeting_point():
+    """The store through which ranks find each other."""
+    if "RANK" not in os.environ:  # a single process, started without torchrun
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://"))
+    if variable("GROUP_WORLD_SIZE", 1) > 1:
+        return store  # of several nodes: see the README
+
+    # torchrun's store outlives its ranks. Under a prefix of its own, a restarted rank does not
+    # read the addresses of the dead (pytorch issue 135712).
+    return dist.PrefixStore(str(variable("TORCHELASTIC_RESTART_COUNT")), store)
+
+def all_sum(tensor):
+    """Sum over all ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
 def barrier(ranks):
-    return ranks.dp * ranks.sp > 1 and dist.barrier()
+    if ranks.dp * ranks.sp > 1:
+        dist.barrier()
+
 def say(text):
-    if int(os.environ.get("RANK", 0)) == 0:  # above the progress bar, if there is one
+    """Print on rank 0, above the progress bar if there is one."""
+    if variable("RANK") == 0:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
 class TTT(nn.Module):
-    """ttt_loss as a module: what FSDP2 wraps, for one gathering of the weights to serve all steps."""
-    def __init__(self, draft, **options):
+    """Calls function(draft, ..), for example ttt_loss, as a module: FSDP2 then gathers the weights
+    once for all steps."""
+    def __init__(self, draft):
         super().__init__()
-        self.draft, self.options = draft, options
-    def forward(self, *batch, **more):
-        return ttt_loss(self.draft, *batch, **{**self.options, **more})
+        self.draft = draft
+
+    def forward(self, function, *batch, **options):
+        return function(self.draft, *batch, **options)
 
 def shard(ttt, mesh):
-    """FSDP2: a rank keeps a slice of the weights and their optimizer state; gradients are summed. The fp32
-    router stays whole: weights gathered together have one dtype."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    """FSDP2: a rank keeps a slice of the weights and of their optimizer state; gradients are
+    summed. The fp32 router stays whole: weights that are gathered together have one dtype."""
     policy = MixedPrecisionPolicy(reduce_dtype=fp32(ttt.draft.eh_proj.weight.dtype))
     fully_shard(ttt, mesh=mesh, mp_policy=policy, ignored_params={ttt.draft.mlp.gate.weight})
     ttt.set_gradient_divide_factor(1.0)
     ttt.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
 
 def is_sharded(x):
-    return isinstance(x, dist.tensor.DTensor)
-def whole(x):  # of a tensor of which each rank holds a slice; all ranks call it
+    return isinstance(x, DTensor)
+
+def full_tensor(x):
+    """Gather a tensor if it is sharded; a collective, every rank must call it."""
     return x.full_tensor() if is_sharded(x) else x
 
-# ---- Optimizer, checkpoints --------------------------------------------------------------------------------
+# ---- Optimizer, drafts and training states -------------------------------------------------------
+
+WEIGHT_DECAY = 0.01  # of matrices
+LR_FLOOR = 0.1       # where the cosine ends, as a share of the peak learning rate
+KEPT_STATES = 2      # training states of a run; older ones are removed
+
 class MasterAdamW:
-    """AdamW on fp32 master copies of the parameters (on the parameters themselves where they are fp32)."""
-    def __init__(self, model, weight_decay):
-        self.params, groups = dict(model.named_parameters()), {}
-        self.masters = {name: p if p.dtype == fp32(p.dtype) else nn.Parameter(p.detach().float())
-                        for name, p in self.params.items()}
-        for p in self.masters.values():  # fused AdamW takes sharded and whole tensors apart
-            groups.setdefault((p.dim() > 1, is_sharded(p)), []).append(p)
-        groups = [dict(params=x, weight_decay=weight_decay * matrix) for (matrix, _), x in groups.items()]
+    """AdamW on fp32 master copies of the parameters; those of fp32 parameters share their memory."""
+    def __init__(self, model):
+        self.params = dict(model.named_parameters())
+        self.masters = {}
+        groups = []  # one for each: fused AdamW does not take sharded and whole tensors together
+        for name, p in self.params.items():
+            if p.dtype != fp32(p.dtype):
+                p = nn.Parameter(p.detach().float())
+            self.masters[name] = p
+            groups.append(dict(params=[p], weight_decay=WEIGHT_DECAY if p.dim() > 1 else 0.0))
+
         self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-        for p in self.masters.values():  # AdamW makes these at its first step; a checkpoint needs them before
-            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-            self.adam.state[p] = {"step": torch.zeros((), device=p.device), **moments}
-    def step(self, lr, scale):  # of the gradients
+        for p in self.masters.values():  # made at its first step; a training state is read before
+            self.adam.state[p] = dict(step=torch.zeros((), device=p.device),
+                                      exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+    def step(self, lr, scale):
+        """Step with the parameters' gradients times `scale`."""
         for group in self.adam.param_groups:
             group["lr"] = lr
         for name, master in self.masters.items():
             master.grad = self.params[name].grad.to(master.dtype) * scale
         self.adam.step()
         self.publish()
+
     @torch.no_grad()
     def publish(self):
+        """Round the masters into the parameters."""
         for name, p in self.params.items():
-            if p is not self.masters[name]:
-                p.copy_(self.masters[name])
+            p.copy_(self.masters[name])
 
-def learning_rate(step, cfg):
-    """Linear warm-up over warmup_steps, then a cosine from lr down to lr * lr_floor at the last step."""
+def learning_rate(step, peak, cfg):
+    """Linear warm-up to `peak` over warmup_steps, then a cosine to LR_FLOOR of it at the end."""
+    if step < cfg.warmup_steps:
+        return peak * (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    cosine = cfg.lr_floor + (1 - cfg.lr_floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done))))
-    return cfg.lr * (cosine if done >= 0 else (step + 1) / cfg.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return peak * (LR_FLOOR + (1 - LR_FLOOR) * cosine)
 
-@contextlib.contextmanager
-def atomic(path, ranks=Ranks()):
-    """convert.atomic, all ranks together: rank 0 puts in place what they have written."""
-    aside = convert.aside(path)
-    barrier(ranks)
-    yield aside
-    barrier(ranks)
-    if ranks.rank == 0:
-        convert.put_in_place(aside, path)
+def save_draft(path, model, meta, rank=0):
+    """Write a draft directory: model.safetensors (the state_dict), config.json (MTPConfig and
+    `meta`). A collective if the model is sharded; rank 0 writes."""
+    tensors = {name: full_tensor(x.detach()) for name, x in model.state_dict().items()}
+    if rank > 0:
+        return
 
-def saved_states(out):  # complete ones, oldest first
-    found = (path for path in (Path(out) / "checkpoints").glob("step-*") if path.name[5:].isdigit())
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
+    with convert.atomic(Path(path) / "model.safetensors") as fresh:
+        save_file(tensors, fresh, metadata={"format": "pt"})
+    config = {**asdict(model.config), **meta, "format": 1}
+    with convert.atomic(Path(path) / "config.json") as fresh:
+        fresh.write_text(json.dumps(config, indent=2) + "\n")
+
+def load_draft(path):
+    """The model of a draft directory, and its config.json's dict."""
+    meta, tensors = convert.read_draft(path)
+    model = MTP(MTPConfig(**{f.name: meta[f.name] for f in fields(MTPConfig)}))
+    model.to(tensors["eh_proj.weight"].dtype).load_state_dict(tensors)
+    return model, meta
+
+@dataclass
+class Progress:
+    """What a run counts; part of its training state."""
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0           # steps whose loss or gradient was not finite
+    bad_samples: int = 0       # samples of those steps
+    skipped_in_a_row: int = 0
+    best: float = 0.0          # accept_len of OUT/best; the last field, see load_state
+
+def saved_states(out):
+    """Complete training states of a run, oldest first."""
+    found = Path(out).glob("checkpoints/step-*")
+    states = [path for path in found if path.name[5:].isdigit()]
+    return sorted(states, key=lambda path: int(path.name[5:]))
 
 def training_state(model, optimizer, progress):
-    """{name: tensor} of all that a resumed run needs; data order and learning rate follow from the step."""
-    warnings.filterwarnings("ignore", message="torch.distributed is .*unavailable")  # one process is meant
+    """{name: tensor} of all that a resumed run needs; data order and learning rate follow from the
+    step."""
     state = {"rng": torch.get_rng_state(), **dict(model.named_buffers())}
     for name, p in optimizer.masters.items():
         state[f"master.{name}"] = p.detach()
-        state |= {f"{key}.{name}": x for key, x in optimizer.adam.state[p].items()}
-    return state | {f"progress.{key}": torch.tensor(x, dtype=torch.float64) for key, x in progress.items()}
+        for key, x in optimizer.adam.state[p].items():
+            state[f"{key}.{name}"] = x
+    state["progress"] = torch.tensor(astuple(progress), dtype=torch.float64)
+    return state
 
-@contextlib.contextmanager
-def save_state(cfg, model, optimizer, progress, ranks):
-    """Write OUT/checkpoints/step-N, all ranks together; it counts once the body has ended, which, given a
-    future, runs meanwhile (--background-save). The newest `keep` stay."""
-    path = Path(cfg.out) / "checkpoints" / f"step-{progress['step']:.0f}"
-    with atomic(path, ranks) as aside:
-        state = training_state(model, optimizer, progress)
-        if cfg.background_save:
-            writing = dcp.async_save(state, checkpoint_id=aside, process_group=ranks.saver)
-            yield writing
-            writing.result()
-        else:
-            dcp.save(state, checkpoint_id=aside)
-            yield
-    for old in saved_states(cfg.out)[:-cfg.keep] if ranks.rank == 0 else []:
-        shutil.rmtree(old)
+def save_state(out, model, optimizer, progress, ranks):
+    """Write OUT/checkpoints/step-N, all ranks together: aside first, then renamed, so that it is
+    whole or not there."""
+    path = Path(out) / "checkpoints" / f"step-{progress.step}"
+    fresh = convert.aside(path)
+    barrier(ranks)  # all have removed what an interrupted save left
+    dcp.save(training_state(model, optimizer, progress), checkpoint_id=fresh)
 
-def load_state(path, model, optimizer, progress):
-    """Read a training state; returns its progress. Its .metadata is a pickle: resume only your own runs."""
-    state = training_state(model, optimizer, progress)
+    if ranks.rank == 0:
+        convert.put_in_place(fresh, path)
+        for old in saved_states(out)[:-KEPT_STATES]:
+            shutil.rmtree(old)
+
+def load_state(path, model, optimizer):
+    """Read a training state; returns its Progress. Its .metadata is a pickle: resume only your own
+    runs."""
+    state = training_state(model, optimizer, Progress())
     dcp.load(state, checkpoint_id=path)
     torch.set_rng_state(state["rng"])
     optimizer.publish()
-    return {key: state[f"progress.{key}"].item() for key in progress}
+    *counts, best = state["progress"].tolist()
+    return Progress(*map(int, counts), best)
 
-# ---- Options -----------------------------------------------------------------------------------------------
-def option(default, help, **more):
+# ---- Options -------------------------------------------------------------------------------------
+# A class of options for each command. A field is a flag: its name, type, default and help; a field
+# without a default is a positional argument.
+command_options = dataclass(frozen=True)
+
+def flag(default, help, **more):
+    """A field whose flag has this help; more: `choices`, or the `group` that begins with it."""
     return field(default=default, metadata={"help": help, **more})
 
-@dataclass
-class TrainConfig:
-    target: str = option(None, "HF directory or hub id; default: the demo's, or --draft's", group="target")
-    dtype: str = option("auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
-    device: str = option("auto", "cpu, cuda or auto", choices=["auto", "cpu", "cuda"])
-    target_device_map: str = option(None, "transformers' device_map for large targets, e.g. auto")
-    trust_remote_code: bool = option(False, "let the target's repository run its own code")
-    kernels: str = option("auto", "compiled kernels; auto: if built", choices=["auto", "on", "off"])
-    data: list = option(None, ".txt or .jsonl ({text} or {messages}); default: the demo's", group="data")
-    hidden_states: list = option(None, "instead: directories of stored hidden states, see capture")
-    eval_data: list = option(None, "held-out files, or directories; default: every 20th training document")
-    out: str = option("runs/demo", "what to write: draft directory (capture: states; generate-data: .jsonl)")
-    init: str = option("auto", "warm (target's MTP layer), scratch, auto or a draft directory", group="draft")
-    n_routed_experts: int = option(None, "E, for a dense target (default 8)")
-    num_experts_per_tok: int = option(None, "A, for a dense target (default 2)")
-    moe_intermediate_size: int = option(None, "F, for a dense target: a divisor of its MLP's width")
-    backend: str = option("sdpa", "attention: sdpa dense; fa linear memory; usp fa, rows split over ranks",
-                          choices=[*BACKENDS, "auto"], also="--attention-backend", group="attention")
-    sp: int = option(None, "usp: ranks that share a row; default all")
-    fsdp: str = option("auto", "FSDP2 for the draft; auto: with several ranks", choices=["auto", "on", "off"])
-    recompute: bool = option(False, "compute a step's activations again in the backward pass: less memory")
-    ttt_length: int = option(3, "K, draft steps trained from every row", group="objective")
-    recycle: str = option("post", "given to the next step: README, Serving", choices=["post", "pre", "both"])
-    zero_first_embedding: bool = option(False, "zero the embedding at position 0, as vLLM does")
-    loss: str = option("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
-    topk: int = option(10, "how many of the target's most likely tokens the topk terms see")
-    decay: float = option(0.8, "step k weighs decay ** k")
-    step_weights: str = option(None, "instead: a weight for each step, e.g. 0.5,0.3,0.2")
-    rollout: str = option("data", "later steps embed the data, or drafted tokens", choices=["data", "draft"])
-    steps: int = option(120, "optimizer steps", group="optimization")
-    batch_size: int = option(8, "rows per optimizer step, over all ranks; generate-data: prompts at a time")
-    micro_batch_size: int = option(8, "rows per forward pass and rank; smaller saves memory")
-    seq_len: int = option(256, "tokens per row (capture: file): longer documents are cut")
-    lr: float = option(None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm")
-    lr_floor: float = option(0.1, "the cosine ends at lr times this")
-    warmup_steps: int = option(20, "steps of linear warm-up")
-    weight_decay: float = option(0.01, "AdamW's, on matrices")
-    clip: float = option(1.0, "largest global gradient norm")
-    balance_rate: float = option(None, "step of the router's bias; default 0.01 from scratch, 0 warm")
-    seed: int = option(0, "of initialisation and data order")
-    eval_every: int = option(0, "steps between evaluations, best to OUT/best; 0: at both ends", group="run")
-    eval_rows: int = option(32, "held-out rows per evaluation")
-    save_every: int = option(100, "steps between training states; 0: only at the end")
-    background_save: bool = option(False, "go on training while the state is written")
-    keep: int = option(2, "training states kept")
-    log_every: int = option(10, "steps per line of metrics.jsonl; 0: only the last")
-    tensorboard: bool = option(False, "write OUT/tensorboard, too (pip install tensorboard)")
-    resume: str = option(None, "auto, never or a checkpoints/step-N; default: auto if torchrun restarts it")
+@command_options
+class TargetOptions:
+    """What every command that loads a target takes."""
+    target: str = flag(
+        None, "HF directory or hub id; default: the demo's, or --draft's", group="target")
+    dtype: str = flag(
+        "auto", "the target runs in", choices=["auto", "float32", "bfloat16", "float16"])
+    device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"])
+    target_device_map: str = flag(None, "transformers' device_map for large targets, e.g. auto")
+    trust_remote_code: bool = flag(False, "let the target's repository run its own code")
+    kernels: str = flag(
+        "auto", "compiled kernels; auto: if they are built", choices=["auto", "on", "off"])
 
-@dataclass
-class Options(TrainConfig):  # what other commands take as well
-    draft: str = option(None, "draft directory", group="this command's own")
-    prompt: str = option(None, "text to continue")
-    chat: bool = option(False, "put the prompt through the tokenizer's chat template")
-    temperature: float = option(0.0, "of sampling; 0: greedy decoding")
-    draft_sampling: str = option("greedy", "how drafts are drawn", choices=["greedy", "probabilistic"])
-    prompts: str = option(None, "prompts: .txt, one a line, or .jsonl of {prompt} or {messages}")
-    raw: bool = option(False, "continue prompts as plain text even if the tokenizer has a chat template")
-    max_new_tokens: int = option(128, "length limit of an answer")
-    run: str = option(None, "OUT directory of a training run; the flag's name may be left out")
+@command_options
+class BatchOptions(TargetOptions):
+    """How sequences go through the draft, in training and evaluation."""
+    seq_len: int = flag(
+        256, "tokens per packed sequence; longer documents are cut", group="sequences")
+    micro_batch_size: int = flag(8, "sequences per forward pass and rank; smaller saves memory")
+    eval_size: int = flag(32, "held-out sequences per evaluation")
+    backend: str = flag(
+        "sdpa", "attention: sdpa dense; fa linear memory; usp fa, sequences split over ranks",
+        choices=["sdpa", "fa", "usp", "auto"])
+    sp: int = flag(None, "usp: ranks that share a sequence; default all")
+
+@command_options
+class TrainConfig(BatchOptions):
+    data: list = flag(
+        None, ".txt or .jsonl ({text} or {messages}); default: the demo's", group="data")
+    hidden_states: list = flag(None, "instead: directories of stored hidden states, see capture")
+    eval_data: list = flag(
+        None, "held-out files or directories; default: every 20th training document")
+    out: str = flag("runs/demo", "draft directory to write")
+
+    init: str = flag(
+        "auto", "warm (the target's MTP layer), scratch, auto or a draft directory", group="draft")
+    n_routed_experts: int = flag(None, "E, for a dense target (default 8)")
+    num_experts_per_tok: int = flag(None, "A, for a dense target (default 2)")
+    moe_intermediate_size: int = flag(None, "F, for a dense target; divides its MLP's width")
+
+    ttt_length: int = flag(3, "K, draft steps trained from every row", group="objective")
+    engine: str = flag(
+        "vllm", "what will serve the draft, which decides what its steps are fed",
+        choices=["vllm", "sglang", "transformers", "any"])
+    loss: str = flag("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
+    decay: float = flag(0.8, "step k weighs decay ** k")
+    recompute: bool = flag(
+        False, "compute a step's activations again in the backward pass: less memory")
+
+    steps: int = flag(120, "optimizer steps", group="optimization")
+    batch_size: int = flag(8, "sequences per optimizer step, over all ranks")
+    lr: float = flag(None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm")
+    warmup_steps: int = flag(20, "steps of linear warm-up")
+    clip: float = flag(1.0, "largest global gradient norm")
+    balance_rate: float = flag(
+        None, "step of the router's bias; default 0.01 from scratch, 0 warm")
+    seed: int = flag(0, "of initialisation and data order")
+
+    eval_every: int = flag(
+        0, "steps between evaluations, best to OUT/best; 0: at both ends", group="run")
+    save_every: int = flag(100, "steps between training states; 0: only at the end")
+    resume: str = flag(
+        None, "auto, never or a checkpoints/step-N; default: auto if torchrun restarts it")
+
+@command_options
+class DraftOptions(TargetOptions):
+    """What the commands that use a trained draft take."""
+    draft: str = flag(None, "draft directory", group="draft")
+    engine: str = flag(
+        None, "draft as this engine does; default: the one it was trained for",
+        choices=["vllm", "sglang", "transformers"])
+    ttt_length: int = flag(None, "K, drafted tokens; default: as many as were trained")
+
+@command_options
+class EvalConfig(DraftOptions, BatchOptions):
+    data: list = flag(None, "held-out files, or directories of stored states; default: the demo's")
+
+@command_options
+class AnswerOptions(TargetOptions):
+    """How the target answers prompts."""
+    raw: bool = flag(
+        False, "continue prompts as plain text even if the tokenizer has a chat template",
+        group="answers")
+    max_new_tokens: int = flag(128, "length limit of an answer")
+
+@command_options
+class GenerateConfig(DraftOptions, AnswerOptions):
+    prompt: str = flag(None, "text to continue")
+    temperature: float = flag(0.0, "of sampling; 0: greedy decoding")
+
+@command_options
+class GenerateDataConfig(AnswerOptions):
+    prompts: str = flag(
+        None, ".txt, a prompt a line, or .jsonl of {prompt} or {messages}", group="data")
+    out: str = flag(None, ".jsonl to write")
+    batch_size: int = flag(8, "prompts at a time")
+
+@command_options
+class CaptureConfig(TargetOptions):
+    data: list = flag(None, ".txt or .jsonl ({text} or {messages})", group="data")
+    out: str = flag(None, "directory to write")
+    seq_len: int = flag(256, "tokens per file; longer documents are cut")
+
+@command_options
+class PlotConfig:
+    run: str = field(metadata={"help": "OUT directory of a training run"})
 
 def check_train_config(cfg):
-    """Refuse what cannot work before anything is loaded; returns cfg with `resume` resolved."""
-    for name in "steps topk ttt_length batch_size micro_batch_size eval_rows keep".split():
-        require(getattr(cfg, name) > 0, f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
-    require(cfg.seq_len >= cfg.ttt_length + 2, f"--seq-len {cfg.seq_len} has no row that counts: raise it")
-    require(bool(cfg.data) + bool(cfg.hidden_states) == bool(cfg.target), "give --target DIR with either "
-            "--data FILE.. or --hidden-states DIR.., or none of them: the demo")
-    require(not cfg.target or cfg.out != TrainConfig.out, f"--out {cfg.out} is the demo's; give --out DIR")
-    require(not cfg.tensorboard or find_spec("tensorboard"), "--tensorboard: pip install tensorboard")
+    """Refuse what cannot work before anything is loaded."""
+    for name in ("steps", "ttt_length", "batch_size", "micro_batch_size", "eval_size"):
+        value = getattr(cfg, name)
+        require(value > 0, f"--{name.replace('_', '-')} {value} must be at least 1")
+    require(cfg.seq_len >= cfg.ttt_length + 2,
+            f"--seq-len {cfg.seq_len} has no row that counts: raise it")
+
+    lacking = (cfg.data, cfg.hidden_states).count(None)
+    require(lacking == (1 if cfg.target else 2), "give --target DIR with either --data FILE.. or "
+            "--hidden-states DIR.., or none of them: the demo")
+    require(not cfg.target or cfg.out != TrainConfig.out,
+            f"--out {cfg.out} is the demo's; give --out DIR")
+
     parse_loss(cfg.loss)
-    weights, K = cfg.step_weights and [float(x) for x in cfg.step_weights.split(",")], cfg.ttt_length
-    require(not weights or len(weights) == K and min(weights) >= 0 < sum(weights),
-            f"--step-weights {cfg.step_weights}: expected {K} numbers, none negative, not all 0")
     known = cfg.init in ("auto", "warm", "scratch") or os.path.isdir(cfg.init)
     require(known, f"--init {cfg.init} is neither auto, warm, scratch nor a draft directory")
-    require(not cfg.sp or cfg.backend == "usp", f"--sp {cfg.sp} splits rows over ranks: add --backend usp")
-    resume = cfg.resume or ("auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else "never")
-    require(resume in ("auto", "never") or (Path(resume) / ".metadata").exists(),
-            f"--resume {resume} is no complete training state: give auto, never or OUT/checkpoints/step-N")
-    require(resume != "never" or cfg.out == TrainConfig.out or not saved_states(cfg.out), f"--out {cfg.out} "
-            "holds training states: add --resume auto to continue that run, or give another --out")
-    return replace(cfg, resume=resume, step_weights=weights)
+    require(not cfg.sp or cfg.backend == "usp",
+            f"--sp {cfg.sp} splits sequences: add --backend usp")
+
+def state_to_resume(cfg):
+    """The training state that --resume names; None for a new run."""
+    resume = cfg.resume or ("auto" if variable("TORCHELASTIC_RESTART_COUNT") else "never")
+    states = saved_states(cfg.out)
+
+    if resume == "auto":
+        return states[-1] if states else None
+    if resume == "never":
+        require(cfg.out == TrainConfig.out or not states, f"--out {cfg.out} holds training states: "
+                "add --resume auto to continue that run, or give another --out")
+        return None
+    require((Path(resume) / ".metadata").exists(), f"--resume {resume} is no complete training "
+            "state: give auto, never or OUT/checkpoints/step-N")
+    return Path(resume)
 
 def choose_backend(name, device, dtype):
-    """`name`, or what "auto" stands for here (announced). A backend that cannot run is a ValueError."""
+    """`name`, or what "auto" stands for here (announced). ValueError if it cannot run."""
     reason = why_not_fa(device.type, dtype)
+    if name == "auto" and reason:
+        say(f"backend sdpa: fa cannot run: {reason}")
+        return "sdpa"
     if name == "auto":
-        name = "sdpa" if reason else "fa"
-        say(f"backend {name}: {f'fa cannot run: {reason}' if reason else 'memory linear in T'}")
-    require(name == "sdpa" or not reason, f"--backend {name} cannot run: {reason}. Use --backend sdpa")
+        say("backend fa: memory linear in T")
+        return "fa"
+    require(name == "sdpa" or not reason,
+            f"--backend {name} cannot run: {reason}. Use --backend sdpa")
     return name
 
 def choose_kernels(asked, device):
     """Turn the compiled kernels on or off for this process, and say which and why."""
     global KERNELS
-    lost = NO_KERNELS or (device.type == "cuda" and not mtp_kernels.cuda and "they were built without CUDA; "
-                          "anew: MTP_CUDA=1 python setup.py build_ext --inplace")
-    require(asked != "on" or not lost, f"--kernels on, but there are none: {lost}")
-    KERNELS = asked != "off" and not lost
-    if asked == "auto":
-        say("kernels on: compiled ones are installed" if KERNELS else f"kernels off, PyTorch only: {lost}")
+    missing = NO_KERNELS
+    if not missing and device.type == "cuda" and not mtp_kernels.cuda:
+        missing = ("they were built without CUDA; anew: MTP_CUDA=1 python setup.py build_ext "
+                   "--inplace")
+    require(asked != "on" or not missing, f"--kernels on, but there are none: {missing}")
 
-# ---- Training and evaluation -------------------------------------------------------------------------------
+    KERNELS = asked != "off" and not missing
+    if asked == "auto":
+        say("kernels on: compiled ones are installed" if KERNELS else
+            f"kernels off, PyTorch only: {missing}")
+
+# ---- Training and evaluation ---------------------------------------------------------------------
+
+def judge_acceptance(teacher, draft):
+    """Figures (5, N) of logits (N, V): CE, KL, is the draft's argmax the teacher's, and the chances that
+    a target which samples accepts a sampled draft token, sum min(p, q), and the draft's argmax."""
+    best = draft.argmax(-1, keepdim=True)
+    hit = best == teacher.argmax(-1, keepdim=True)
+    teacher = teacher.to(fp32(teacher.dtype))
+    draft = draft.to(teacher.dtype)
+    sure = teacher.softmax(-1).gather(-1, best)
+    return torch.stack([ce(teacher, draft), kl(teacher, draft), hit[:, 0].to(sure.dtype),
+                        1 - tv(teacher, draft), sure[:, 0]])
+
+@torch.no_grad()
+def acceptance_sums(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3,
+                    backend="sdpa", group=None, recycle="post", zero_first_embedding=False):
+    """What evaluation wants to know of a batch; arguments as ttt_loss has them. Returns sums [8, K]
+    float64 over counted rows (CE, KL, right, prefix hits, total variation, chances that steps 0..k of a
+    sampled and of a greedy draft are accepted by a target that samples, 1) and hits (K, B, T) bool."""
+    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle)
+    share = share_rows(input_ids, hidden_states, loss_mask, doc_ids, ttt_length, group)
+    g = share.hidden[:, :share.position_ids.shape[1]].to(model.eh_proj.weight.dtype)
+    ns, _ = ttt_steps(model, share.ids, g, share.position_ids, share.docs, ttt_length, BACKENDS[backend],
+                      group, recycle, zero_first_embedding)
+
+    valid, lm_head = share.valid, model.lm_head_weight
+    figures = torch.zeros(5, *valid.shape, dtype=fp32(lm_head.dtype), device=valid.device)
+    for k, b, rows, teacher, draft in logit_chunks(lm_head, share.hidden, ns, valid):
+        figures[:, k, b, rows] = by_blocks(judge_acceptance, teacher, draft)
+
+    CE, KL, hit, overlap, sure = figures.double()
+    of_rows = [CE, KL, hit, hit.cumprod(0), 1 - overlap, overlap.cumprod(0), sure.cumprod(0), valid.double()]
+    sums = torch.stack(of_rows).where(valid, 0).sum((2, 3))
+    hits = (hit > 0) & valid
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+        hits = gather_rows(hits, input_ids.shape[1], group)
+    return sums, hits
+
 class Run:
-    """What training and evaluation share: draft, target, ranks, and how batches and the loss are taken."""
-    def __init__(self, model, target, cfg, ranks, backend):
-        self.model, self.target, self.cfg, self.ranks = model, target, cfg, ranks
-        self.usp, self.board, self.data_seconds = backend == "usp", None, 0.0
-        if cfg.tensorboard and ranks.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(Path(cfg.out) / "tensorboard")
-        names = ("ttt_length", "loss", "topk", "decay", "step_weights", "recycle", "zero_first_embedding",
-                 "rollout", "recompute")
-        self.loss = TTT(model, backend=backend, group=ranks.group, sharded=self.usp,
-                        **{name: getattr(cfg, name) for name in names})
-    def batches(self, rows):
-        """This rank's share of `rows` in micro-batches, as many on every rank: rows, (ids, mask, doc_ids)."""
-        cfg, ranks = self.cfg, self.ranks
-        rows = (rows + [[]] * (-len(rows) % ranks.dp))[ranks.rank // ranks.sp::ranks.dp]
-        for i in range(0, len(rows), cfg.micro_batch_size):
-            part = rows[i:i + cfg.micro_batch_size]
-            longest = max(1, *(sum(len(sample.input_ids) for sample in row) for row in part))
-            length = cfg.seq_len if ranks.device.type == "cuda" else longest  # CUDA compiles for each length
-            yield part, lay_out(part, length, ranks.device)
-    def states(self, rows, length):
-        """hidden_states of packed rows, with usp this rank's share and halo; names of samples not finite."""
-        began, share = time.perf_counter(), -(-length // self.ranks.sp)
-        lo = self.ranks.rank % self.ranks.sp * share
-        hi = lo + share + self.cfg.ttt_length * self.usp
-        found = gather_states(rows, lo, hi, self.target)
+    """A draft and its target on these ranks: micro-batches, their hidden states, gradients.
+    cfg: BatchOptions; options: those that ttt_loss and acceptance_sums share."""
+    def __init__(self, model, target, cfg, ranks, backend, **options):
+        self.model = model
+        self.target = target
+        self.cfg = cfg
+        self.ranks = ranks
+        self.ttt = TTT(model)
+        self.options = dict(backend=backend, group=ranks.group, **options)
+        self.data_seconds = 0.0  # spent on hidden states
+
+    def batches(self, sequences):
+        """This rank's share of packed sequences, in as many micro-batches on every rank: [(part of
+        the sequences, input_ids, loss_mask, doc_ids)]."""
+        ranks = self.ranks
+        missing = -len(sequences) % ranks.dp
+        sequences = sequences + [[]] * missing  # an empty one counts nowhere
+        mine = sequences[ranks.rank // ranks.sp::ranks.dp]
+
+        batches = []
+        size = self.cfg.micro_batch_size
+        for i in range(0, len(mine), size):
+            part = mine[i:i + size]
+            length = max(1, *(token_count([sequence]) for sequence in part))
+            if ranks.device.type == "cuda":
+                length = self.cfg.seq_len  # CUDA compiles anew for each length
+            batches.append((part, *lay_out(part, length, ranks.device)))
+        return batches
+
+    def apply(self, function, part, input_ids, *batch, **options):
+        """ttt_loss or acceptance_sums of a micro-batch, with its hidden states: with usp those of
+        this rank's rows and the K rows after them."""
+        began = time.perf_counter()
+        group = self.ranks.group
+        start, stop = row_share(input_ids.shape[1], group)
+        halo = 0 if group is None else self.options["ttt_length"]
+        hidden = gather_states(part, start, stop + halo, self.target)
         self.data_seconds += time.perf_counter() - began
-        return found
-    def gradients(self, rows):
-        """Gradients, summed over all ranks. Returns loss, tally, expert load, names of samples not finite."""
-        batches, loss, tally, load, bad, sp = list(self.batches(rows)), 0, 0, 0, [], self.ranks.sp
-        counts = sum(valid_counts(mask, docs, self.cfg.ttt_length, batch=len(ids), length=ids.shape[1])
-                     for _, (ids, mask, docs) in batches)
-        counts = all_sum(counts) // sp  # the ranks of a group count the same rows
+        return self.ttt(function, input_ids, hidden, *batch, **{**self.options, **options})
+
+    def gradients(self, sequences, **loss_options):
+        """Gradients of a batch, summed over all ranks. Returns its loss, TTTOutput's sums and
+        expert load."""
+        batches = self.batches(sequences)
+        K = self.options["ttt_length"]
+        sp = self.ranks.sp
+        counts = sum(valid_counts(mask, doc_ids, K, batch=len(ids), length=ids.shape[1])
+                     for _, ids, mask, doc_ids in batches)
+        counts = all_sum(counts) // sp  # each rank of a group has counted the same rows
+
         self.model.zero_grad()
-        for part, (ids, mask, docs) in batches:
-            hidden, names = self.states(part, ids.shape[1])
-            out = self.loss(ids, hidden, mask, docs, counts=counts)
+        loss = 0.0
+        sums = 0.0
+        load = 0
+        for batch in batches:
+            out = self.apply(ttt_loss, *batch, counts=counts, **loss_options)
             out.loss.backward()
-            loss, tally, load = loss + out.loss.detach(), tally + out.sums, load + out.expert_load
-            bad += names
+            loss = loss + out.loss.detach()
+            sums = sums + out.sums
+            load = load + out.expert_load
+
         for p in self.model.parameters():
             if not is_sharded(p):  # FSDP2 has summed the others
                 all_sum(p.grad)
-        return all_sum(loss), all_sum(tally) / sp, all_sum(load) // sp, bad
-    @torch.no_grad()
-    def evaluate(self, rows):
-        """Acceptance over `rows`: means' dict, walk (list [K]), accept_len_walk (serving's rounds), rows."""
-        recycle, tally, rounds = "pre" if self.cfg.recycle == "pre" else "post", 0, 0  # both: as post
-        for part, (ids, mask, docs) in self.batches(rows):
-            hidden, _ = self.states(part, ids.shape[1])
-            out = self.loss(ids, hidden, mask, docs, rollout="data", recycle=recycle, measure=True)
-            tally = tally + out.sums
-            rounds = rounds + walk(out.hits, mask, Documents(docs, *ids.shape, ids.device)).to(ids.device)
-        getattr(self.loss, "reshard", int)()  # with FSDP2: slices again
-        (n_rounds, *accepted), tally = all_sum(rounds).tolist(), all_sum(tally) / self.ranks.sp
-        return {**means(tally), "walk": [n / max(1, n_rounds) for n in accepted], "rows": int(tally[7, 0]),
-                "accept_len_walk": 1 + sum(accepted) / max(1, n_rounds)}
-    def report(self, rows, progress, label):
-        result = self.evaluate(rows)
-        say(acceptance_table(label, result))
-        self.append({"step": int(progress["step"]), "eval": result})
-        if self.cfg.eval_every and label != "before" and result["accept_len"] > progress["best"]:
-            progress["best"] = result["accept_len"]
-            self.write_draft(Path(self.cfg.out) / "best")
-        return result
-    def write_draft(self, path):
-        cfg, target = self.cfg, self.target
-        save_draft(path, self.model, dict(
-            ttt_length=cfg.ttt_length, engine="any", recycle=cfg.recycle,
-            zero_first_embedding=cfg.zero_first_embedding, target=str(target.path.resolve()),
-            target_config_sha256=target.sha256), self.ranks.rank)
-    def append(self, line):
-        """A line of metrics.jsonl; with --tensorboard its numbers go there, too."""
-        if self.ranks.rank == 0:
-            with open(Path(self.cfg.out) / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
-        kind = "eval" if "eval" in line else "train"
-        for name, x in line.get("eval", line).items() if self.board and "skipped_samples" not in line else ():
-            for k, value in enumerate(x if isinstance(x, list) else [x]):
-                self.board.add_scalar(f"{kind}/{name}" + f"_{k}" * isinstance(x, list), value, line["step"])
+        return all_sum(loss), all_sum(sums) / sp, all_sum(load) // sp
 
-def means(sums):
-    """ce, kl, acc, tv (lists [K]), accept_len and that of a target that samples, of TTTOutput.sums."""
-    names = "ce", "kl", "acc", "accept_len", "tv", "accept_len_sampled", "accept_len_greedy"
-    found = zip(names, (sums[:7] / sums[7].clamp(min=1)).tolist())
-    return {name: 1 + sum(x) if "len" in name else x for name, x in found}
+@torch.no_grad()
+def evaluate(run, sequences):
+    """Acceptance over packed sequences: the field `eval` of metrics.jsonl."""
+    sums = 0.0
+    rounds = 0.0
+    for batch in run.batches(sequences):
+        more, hits = run.apply(acceptance_sums, *batch, recycle=as_drafted(run.options["recycle"]))
+        _, ids, mask, doc_ids = batch
+        sums = sums + more
+        rounds = rounds + walk(hits, mask, Documents(doc_ids, *ids.shape, ids.device))
+    if isinstance(run.ttt, FSDPModule):
+        run.ttt.reshard()
+
+    sums = all_sum(sums) / run.ranks.sp
+    n_rounds, *accepted = all_sum(rounds).tolist()
+    walked = [n / max(1, n_rounds) for n in accepted]
+    return {**acceptance(sums), "walk": walked, "accept_len_walk": 1 + sum(walked),
+            "rows": int(sums[-1, 0])}
+
+def as_drafted(recycle):
+    """The setting to draft with: a draft that was trained with "both" is judged, and drafts, with "post"."""
+    return "post" if recycle == "both" else recycle
+
+def acceptance(sums):
+    """Figures of metrics.jsonl, of sums [.., K]: CE, KL, right, prefix hits; in evaluations TV and
+    the hits expected of sampled and of greedy drafts; counted rows."""
+
+    CE, KL, acc, prefix, *more = (sums[:-1] / sums[-1].clamp(min=1)).tolist()
+    figures = dict(ce=CE, kl=KL, acc=acc, accept_len=1 + sum(prefix))
+    if more:
+        TV, sampled, greedy = more
+        figures |= dict(tv=TV, accept_len_sampled=1 + sum(sampled),
+                        accept_len_greedy=1 + sum(greedy))
+    return figures
 
 def walk(hits, loss_mask, docs):
-    """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text in turn.
-    hits (K, B, T): token k drafted from row t is the target's. A text is a maximal run of unmasked tokens,
-    the first root the row before it; after n accepted tokens the next root is n + 1 rows on."""
-    accepted, total = hits.long().cumprod(0).sum(0).tolist(), torch.zeros(len(hits) + 1, dtype=torch.float64)
-    for at in Documents(docs.run.masked_fill(loss_mask == 0, -1), *docs.run.shape, docs.run.device).segments:
-        b, start, stop = at[0].start, at[1].start, at[1].stop
-        root = start - int(start > 0 and docs.run[b, start - 1] == docs.run[b, start])
+    """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text.
+    hits (K, B, T): token k drafted from row t is the target's. A text is a maximal run of unmasked
+    tokens, the first root the row before it; after n accepted tokens the next root is n + 1 on."""
+    accepted = hits.long().cumprod(0).sum(0).tolist()  # (B, T)
+    total = torch.zeros(len(hits) + 1, dtype=torch.float64)
+
+    document = docs.document - 1  # -1 in padding
+    texts = document.masked_fill(loss_mask == 0, -1)
+    for b, start, stop in Documents(texts, *texts.shape, texts.device).spans():
+        follows = start > 0 and document[b, start - 1] == document[b, start]
+        root = start - 1 if follows else start
         while root + 2 < stop:  # the first token to draft is x[root + 2]
             n = min(accepted[b][root], stop - root - 2)
-            total[0] += 1
-            total[1:n + 1] += 1
+            total[:n + 1] += 1
             root += n + 1
-    return total
+    return total.to(hits.device)
 
-def acceptance_table(label, row):
-    lengths = ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy")
-    figures = {f"acc_{k}": x for k, x in enumerate(row["acc"])} | {name: row[name] for name in lengths}
-    figures = {f"  {name}": f"{x:{len(name) + 2}.3f}" for name, x in figures.items()}
-    return f"{'':8}{''.join(figures)}\n{label:8}{''.join(figures.values())}"
+def acceptance_table(label, result):
+    figures = {f"acc_{k}": x for k, x in enumerate(result["acc"])}
+    for name in ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy"):
+        figures[name] = result[name]
+    values = [f"{x:{len(name)}.3f}" for name, x in figures.items()]
+    head = "  ".join([" " * 6, *figures])
+    return head + "\n" + "  ".join([f"{label:6}", *values])
 
-def open_target(cfg, ranks):
-    """The target of --target, else the demo's, which rank 0 builds in the first run."""
-    choose_kernels(cfg.kernels, ranks.device)
-    path = cfg.target
-    if path is None:
-        cache, version = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", sys.version_info[:2]
-        path = Path(cache, "mtp", "demo-target-2-python{}.{}".format(*version))
-        if ranks.rank == 0 and not path.exists():
-            build_demo_target(path)
-        barrier(ranks)  # the others wait
-    return Target(cfg, path, ranks.device, stored=bool(getattr(cfg, "hidden_states", None)))
+def log(out, line, ranks):
+    """Add a line to OUT/metrics.jsonl."""
+    if ranks.rank == 0:
+        with open(Path(out) / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 def make_draft(cfg, target, ranks):
-    """(the draft on its device, with the target's embedding and head; whether it is from scratch)."""
-    prefix, given = convert.mtp_prefix(target.config, target.checkpoint.files), os.path.isdir(cfg.init)
+    """The draft on its device, with the target's embedding and head; whether it is from scratch."""
+    prefix = convert.mtp_prefix(target.config, target.checkpoint.files)
     require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
     model = MTP(target.draft_config).to(target.lm_head.dtype)
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
-    if given:
+
+    scratch = False
+    if os.path.isdir(cfg.init):
         draft, meta = load_draft(cfg.init)
-        same = (meta["target_config_sha256"], draft.config) == (target.sha256, model.config)
+        same = meta["target_config_sha256"] == target.sha256 and draft.config == model.config
         require(same, f"--init {cfg.init} was trained for another target or has other sizes")
         model.load_state_dict(draft.state_dict())
     elif prefix and cfg.init != "scratch":
         convert.read_layer(target.checkpoint, prefix, model.state_dict())
+    else:
+        scratch = True
     model.to(ranks.device).set_target(target.embed, target.lm_head)
-    return model, not given and (not prefix or cfg.init == "scratch")
-
-def read_rows(cfg, target):
-    """(training rows, held-out rows): the demo's files or the user's; no held-out sample is trained on."""
-    files, held = (cfg.hidden_states or cfg.data, cfg.eval_data) if cfg.target else stdlib_files(every=6)
-    for path in [*files, *(held or [])] if cfg.hidden_states else ():
-        require(os.path.isdir(path), f"{path} is no directory of stored hidden states (mtp.py capture)")
-    samples, held = (paths and read_samples(paths, target, cfg.seq_len, cfg.ttt_length + 2)
-                     for paths in (files, held))
-    if not held:
-        names = [*dict.fromkeys(sample.document for sample in samples)]  # each of one or more samples
-        require(len(names) > 1, "--data holds a single document, none can be held out; give --eval-data FILE")
-        apart = {*names[::min(20, len(names))]}
-        samples, held = ([s for s in samples if (s.document in apart) == x] for x in (False, True))
-    rows = pack([samples[i] for i in shuffled(len(samples), cfg.seed, -1)], cfg.seq_len)
-    tokens = sum(len(sample.input_ids) for sample in samples)
-    say(f"data: {tokens:,} tokens of {len(samples):,} samples in {len(rows):,} rows of {cfg.seq_len} (fill "
-        f"ratio {tokens / len(rows) / cfg.seq_len:.2f}); {len(held):,} samples held out")
-    held = pack(held, cfg.seq_len)
-    return rows, held[::-(-len(held) // cfg.eval_rows)]
+    return model, scratch
 
 def warm_up(cfg, shape, ranks, dtype):
-    """Compile fa before the first collective: a rank that compiles late would make the others time out."""
-    B, T, P, D = cfg.micro_batch_size, -(-cfg.seq_len // ranks.sp) * ranks.sp, ranks.sp, shape.head_dim
-    q, k = (torch.zeros(B, T, heads // P, D, dtype=dtype, device=ranks.device, requires_grad=True)
-            for heads in (shape.num_attention_heads, math.lcm(shape.num_key_value_heads, P)))
+    """Compile fa before the first collective: a rank that compiles late would make the others time
+    out."""
+    P = ranks.sp
+    B = cfg.micro_batch_size
+    T = -(-cfg.seq_len // P) * P
+    options = dict(dtype=dtype, device=ranks.device, requires_grad=True)
+    q = torch.zeros(B, T, shape.num_attention_heads // P, shape.head_dim, **options)
+    key_heads = math.lcm(shape.num_key_value_heads, P) // P
+    k = torch.zeros(B, T, key_heads, shape.head_dim, **options)
     attend_fa(q, k, k, [], [], Documents(None, B, T, ranks.device))[0].sum().backward()
+
+FED = {"post": "the state after the final norm (post)",
+       "pre": "the state before the final norm (pre)",
+       "both": "the state before or the one after the final norm, drawn for each row (both)"}
 
 def train(cfg):
     """Train a draft, written to OUT; returns the evaluations {"before": .., "after": ..}."""
-    cfg = check_train_config(cfg)
+    check_train_config(cfg)
+    state = state_to_resume(cfg)
+    warnings.filterwarnings("ignore", message="torch.distributed is .*unavailable")  # one rank
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
-    shape = (target := open_target(cfg, ranks)).draft_config
-    H, most = shape.num_attention_heads, shape.max_position_embeddings
-    require(cfg.seq_len <= most, f"--seq-len exceeds the target's max_position_embeddings {most}")
-    require(H % ranks.sp == 0, f"--sp {ranks.sp} does not divide {H} heads; give {math.gcd(H, ranks.sp)}")
-    backend = choose_backend(cfg.backend, ranks.device, target.lm_head.dtype)
-    if backend == "usp" and ranks.device.type == "cuda":
-        warm_up(cfg, shape, ranks, target.lm_head.dtype)
-    rows, held = read_rows(cfg, target)
+    target = open_target(cfg, ranks, stored=bool(cfg.hidden_states))
+    dtype = target.lm_head.dtype
+
+    shape = target.draft_config
+    H = shape.num_attention_heads
+    P = ranks.sp
+    longest = shape.max_position_embeddings
+    require(cfg.seq_len <= longest,
+            f"--seq-len exceeds the target's max_position_embeddings {longest}")
+    require(H % P == 0, f"--sp {P} does not divide {H} heads; give {math.gcd(H, P)}")
+    device = ranks.device
+    backend = choose_backend(cfg.backend, device, dtype)
+    if backend == "usp" and device.type == "cuda":
+        warm_up(cfg, shape, ranks, dtype)
+
+    recycle, zero_first = convert.engine_setting(target.layout, cfg.engine)
+    say(f"engine {cfg.engine} ({target.layout} layout): step k + 1 is fed {FED[recycle]}; "
+        f"the embedding at position 0 is {'zeroed' if zero_first else 'kept'}")
+    sequences, held = read_sequences(cfg, target)
     model, scratch = make_draft(cfg, target, ranks)
-    cfg = replace(cfg, lr=cfg.lr or (3e-3 if scratch else 1e-4),
-                  balance_rate=0.01 * scratch if cfg.balance_rate is None else cfg.balance_rate)
     say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{'scratch' if scratch else 'warm' if cfg.init == 'auto' else cfg.init}, {target.lm_head.dtype} on "
-        f"{ranks.dp} x {ranks.sp} {ranks.device.type} ranks (data x sequence), for {target.path}")
-    run = Run(model, target, cfg, ranks, backend)
-    if cfg.fsdp == "on" or cfg.fsdp == "auto" and ranks.mesh:
-        require(ranks.mesh, "--fsdp on needs several ranks: start with torchrun --nproc-per-node N")
-        shard(run.loss, ranks.mesh)
-    optimizer = MasterAdamW(model, cfg.weight_decay)
-    progress, results = start_or_resume(run, optimizer), {}
-    if not progress["step"]:
-        results["before"] = run.report(held, progress, "before")
-        ce, chance = results["before"]["ce"][0], math.log(shape.vocab_size)
-        if not scratch and ce > 0.9 * chance:
-            say(f"warning: the warm start's step-0 loss {ce:.2f} is near ln V = {chance:.2f}, as if random")
-    if stopped := train_loop(run, optimizer, progress, rows, held):
-        say(f"stopped by {stopped} after step {progress['step']:.0f}; state saved, --resume auto goes on")
+        f"{'from scratch' if scratch else 'warm'}, {dtype} on {ranks.dp} x {P} {device.type} ranks "
+        f"(data x sequence), for {target.path}")
+
+    run = Run(model, target, cfg, ranks, backend, ttt_length=cfg.ttt_length, recycle=recycle,
+              zero_first_embedding=zero_first)
+    if ranks.mesh is not None:
+        shard(run.ttt, ranks.mesh)
+    optimizer = MasterAdamW(model)
+    progress = start_or_resume(cfg, run, optimizer, state)
+
+    results = {}
+    if progress.step == 0:
+        before = report(cfg, run, held, progress, "before")
+        results["before"] = before
+        found = before["ce"][0]
+        chance = math.log(shape.vocab_size)
+        if not scratch and found > 0.9 * chance:
+            say(f"warning: the warm start's step-0 loss {found:.2f} is near ln V = {chance:.2f}, as "
+                "if random")
+    stopped_by = train_loop(cfg, run, optimizer, progress, sequences, held, scratch)
+    if stopped_by:
+        say(f"stopped by {stopped_by} after step {progress.step}; state saved, "
+            "--resume auto continues")
         return results
-    results["after"] = run.report(held, progress, "after")
-    found = torch.zeros(ranks.dp * ranks.sp, 2, dtype=torch.float64, device=ranks.device)
-    found[ranks.rank] = torch.tensor([peak_memory(ranks.device), AllToAll.bytes_sent]) / 2 ** 20
-    for i, (peak, sent) in enumerate(all_sum(found).tolist()):
-        say(f"rank {i}: peak memory {peak:,.0f} MiB; sent {sent:,.1f} MiB to other ranks in attention")
-    say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
+    results["after"] = report(cfg, run, held, progress, "after")
+
+    say_what_ranks_used(ranks)
+    say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} "
+        "--prompt \"import os\"")
     return results
 
-def start_or_resume(run, optimizer):
-    """Progress of the run that --resume names, its state loaded; or of a new one, old demo states removed."""
-    cfg, out = run.cfg, Path(run.cfg.out)
-    progress = dict.fromkeys(("step", "tokens", "skipped", "bad_samples", "skipped_in_a_row", "best"), 0.0)
-    path = (saved_states(out) or ["never"])[-1] if cfg.resume == "auto" else cfg.resume
-    if path != "never":
-        say(f"resuming from {path}")
-        meta = json.loads((Path(path).parents[1] / "config.json").read_text())
-        require({**meta, **asdict(run.model.config), "target_config_sha256": run.target.sha256} == meta,
-                f"{path} is of another target or of a draft of other sizes; give another --out")
-        return load_state(path, run.model, optimizer, progress)
-    barrier(run.ranks)  # all have looked
+def start_or_resume(cfg, run, optimizer, state):
+    """Progress of the run whose training state is given, or of a new one. What OUT has of later steps
+    goes: of a new run, which only the demo starts over another, all."""
+    progress = Progress()
+    if state is not None:
+        say(f"resuming from {state}")
+        meta = json.loads((state.parents[1] / "config.json").read_text())
+        expected = {**asdict(run.model.config), "target_config_sha256": run.target.sha256}
+        same = all(meta.get(name) == value for name, value in expected.items())
+        require(same, f"{state} is of another target or of a draft of other sizes; "
+                "give another --out")
+        progress = load_state(state, run.model, optimizer)
+
+    barrier(run.ranks)  # all have looked for states
     if run.ranks.rank == 0:
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
-        (out / "checkpoints").mkdir(parents=True)
-        (out / "metrics.jsonl").unlink(missing_ok=True)
-        need = 12 * sum(p.numel() for p in run.model.parameters()) * (cfg.keep + 1) / 1e9  # fp32, 2 moments
-        room = shutil.disk_usage(out).free / 1e9
-        require(room > need, f"{out} has {room:.1f} GB left, the states need {need:.1f} GB: lower --keep")
+        out = Path(cfg.out)
+        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        for path in saved_states(out):
+            if int(path.name[5:]) > progress.step:
+                shutil.rmtree(path)
+        if state is None:
+            (out / "metrics.jsonl").unlink(missing_ok=True)
+            shutil.rmtree(out / "best", ignore_errors=True)
     return progress
 
-def train_loop(run, optimizer, progress, rows, held):
-    """Optimizer steps until cfg.steps; logs, evaluates, saves. Returns a signal that ended it, or None."""
-    cfg, model, signals, saving, writing = run.cfg, run.model, [], contextlib.ExitStack(), None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
-    bar = tqdm(total=cfg.steps, initial=int(progress["step"]), desc="train", disable=run.ranks.rank > 0)
-    since = Interval(run)
-    while progress["step"] < cfg.steps:
-        step = int(progress["step"])
-        batch = [rows[shuffled(len(rows), cfg.seed, i // len(rows))[i % len(rows)]]
-                 for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size)]
-        loss, tally, load, bad = run.gradients(batch)
-        norms = [whole(p.grad.to(fp32(p.dtype)).norm()) for p in model.parameters()]
-        norm, lr = torch.stack(norms).norm().item(), learning_rate(step, cfg)
-        flags = not math.isfinite(norm + loss + tally.sum()), signals, writing and not writing.done()
-        flags = torch.tensor(list(map(bool, flags)), dtype=torch.float, device=run.ranks.device)
-        broken, stop, unsaved = (all_sum(flags) > 0).tolist()  # the same on all ranks
-        if broken:
-            skip_step(run, progress, bad, batch)
-        else:
+def train_loop(cfg, run, optimizer, progress, sequences, held, scratch):
+    """Optimizer steps until cfg.steps: log, evaluate, save. Returns the signal that ended it, or
+    None."""
+    peak_lr = cfg.lr or (3e-3 if scratch else 1e-4)
+    balance_rate = cfg.balance_rate
+    if balance_rate is None:
+        balance_rate = 0.01 if scratch else 0.0
+    signals = watch_signals()
+    ranks = run.ranks
+    bar = tqdm(total=cfg.steps, initial=progress.step, desc="train", disable=ranks.rank > 0)
+
+    while progress.step < cfg.steps:
+        began = time.perf_counter()
+        run.data_seconds = 0.0
+        batch = batch_of_step(progress.step, sequences, cfg)
+        lr = learning_rate(progress.step, peak_lr, cfg)
+        loss, sums, load = run.gradients(batch, loss=cfg.loss, decay=cfg.decay,
+                                         recompute=cfg.recompute)
+        norm = gradient_norm(run.model)
+
+        tokens = token_count(batch)
+        progress.step += 1
+        progress.tokens += tokens
+        if math.isfinite(norm + loss + sums.sum()):
             optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
-            if cfg.balance_rate:  # else not even re-centred
-                balance_experts(model.mlp.gate.e_score_correction_bias, load, cfg.balance_rate)
-            progress["skipped_in_a_row"], since.tally = 0, since.tally + tally.cpu()
-            since.losses.append(loss.item())
-        since.sizes += [sum(len(sample.input_ids) for sample in row) for row in batch]
-        progress["step"], progress["tokens"] = step + 1, progress["tokens"] + sum(since.sizes[-len(batch):])
-        last, due = step + 1 == cfg.steps, lambda every: every and (step + 1) % every == 0
-        if due(cfg.log_every) or last:
-            run.append(line := since.line(progress, load) | dict(grad_norm=norm, lr=lr))
-            shown = {x: f"{line[x]:.4g}" for x in ("loss", "accept_len", "tokens_per_second")}
+            if balance_rate:  # else not even re-centred
+                balance_experts(run.model.mlp.gate.e_score_correction_bias, load, balance_rate)
+            progress.skipped_in_a_row = 0
+
+            seconds = time.perf_counter() - began
+            share = load / load.sum().clamp(min=1)
+            line = dict(step=progress.step, loss=loss.item(), **acceptance(sums),
+                        tokens_per_second=tokens / seconds, data_seconds=run.data_seconds,
+                        compute_seconds=seconds - run.data_seconds,
+                        fill_ratio=tokens / (cfg.batch_size * cfg.seq_len),
+                        top_expert_share=share.max().item(), low_expert_share=share.min().item(),
+                        peak_memory=peak_memory(ranks.device), bytes_sent=AllToAll.bytes_sent,
+                        tokens=progress.tokens, skipped=progress.skipped,
+                        bad_samples=progress.bad_samples, grad_norm=norm, lr=lr)
+            log(cfg.out, line, ranks)
+            shown = {name: line[name] for name in ("loss", "accept_len", "tokens_per_second")}
             bar.set_postfix(shown, refresh=False)
-            since = Interval(run)
+        else:
+            skip_step(cfg, progress, batch, ranks)
         bar.update()
-        if due(cfg.eval_every) and not last:
-            run.report(held, progress, f"{step + 1}")
-        if due(cfg.save_every) or last or stop:
-            saving.close()
-            run.write_draft(cfg.out)
-            writing = saving.enter_context(save_state(cfg, model, optimizer, progress, run.ranks))
-            unsaved = cfg.background_save and not last and not stop
-        if not unsaved:  # on any rank
-            saving.close()
+
+        step = progress.step
+        last = step == cfg.steps
+        if is_due(cfg.eval_every, step) and not last:
+            report(cfg, run, held, progress, str(step))
+        stop = all_sum(torch.tensor(len(signals), device=ranks.device)) > 0  # on any rank
+        if is_due(cfg.save_every, step) or last or stop:
+            write_draft(cfg.out, cfg, run)
+            save_state(cfg.out, run.model, optimizer, progress, ranks)
         if stop and not last:
             return (signals or ["a signal to another rank"])[0]
     bar.close()
 
-class Interval:  # what is logged of the steps since the last line
-    def __init__(self, run):
-        self.run, self.began, self.data_seconds = run, time.perf_counter(), run.data_seconds
-        self.sizes, self.losses, self.tally = [], [], torch.zeros(8, run.cfg.ttt_length)
-    def line(self, progress, load):
-        run, share, tokens = self.run, load / load.sum().clamp(min=1), sum(self.sizes)
-        seconds, data = time.perf_counter() - self.began, run.data_seconds - self.data_seconds
-        return {"step": int(progress["step"]), "loss": sum(self.losses) / max(1, len(self.losses)),
-                **dict([*means(self.tally).items()][:4]), "tokens_per_second": tokens / seconds,
-                "data_seconds": data, "compute_seconds": seconds - data,
-                "fill_ratio": tokens / len(self.sizes) / run.cfg.seq_len,
-                "top_expert_share": share.max().item(), "low_expert_share": share.min().item(),
-                "peak_memory": peak_memory(run.ranks.device), "bytes_sent": AllToAll.bytes_sent,
-                **{name: int(progress[name]) for name in ("tokens", "skipped", "bad_samples")}}
+def watch_signals():
+    """A list that collects the names of SIGINT and SIGTERM, which no longer end the process."""
+    names = []
+    def note(number, frame):
+        names.append(signal.Signals(number).name)
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    return names
 
-def peak_memory(device):  # bytes: allocated on the GPU, or, on a CPU, resident
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+def batch_of_step(step, sequences, cfg):
+    """The packed sequences of an optimizer step; each epoch has an order of its own."""
+    batch = []
+    n = len(sequences)
+    for i in range(cfg.batch_size):
+        epoch, at = divmod(step * cfg.batch_size + i, n)
+        batch.append(sequences[shuffled(n, cfg.seed, epoch)[at]])
+    return batch
 
-def skip_step(run, progress, bad, batch):
-    """Count a step whose loss or gradient is not finite and name its samples; ten in a row are an error."""
-    found = [bad] * (run.ranks.dp * run.ranks.sp)
-    if len(found) > 1:
-        dist.all_gather_object(found, bad)
-    names = sorted({*sum(found, [])}) or [sample.name for row in batch for sample in row]
-    for name, n in (("skipped", 1), ("bad_samples", len(names)), ("skipped_in_a_row", 1)):
-        progress[name] += n
-    say(f"step {progress['step'] + 1:.0f} skipped, its loss or gradient is not finite: {', '.join(names[:4])}"
-        f"{', ..' if len(names) > 4 else ''}")
-    run.append({"step": int(progress["step"]) + 1, "skipped_samples": names})
-    require(progress["skipped_in_a_row"] < 10, "ten steps in a row were skipped: lower --lr")
+def gradient_norm(model):
+    norms = [full_tensor(p.grad.to(fp32(p.dtype)).norm()) for p in model.parameters()]
+    return torch.stack(norms).norm().item()
+
+def is_due(every, step):
+    return every > 0 and step % every == 0
+
+def skip_step(cfg, progress, batch, ranks):
+    """Count a step whose loss or gradient is not finite, name its samples; ten in a row are an
+    error."""
+    names = sorted({sample.name for sequence in batch for sample in sequence})
+    progress.skipped += 1
+    progress.bad_samples += len(names)
+    progress.skipped_in_a_row += 1
+    say(f"step {progress.step} skipped, its loss or gradient is not finite; its samples: "
+        f"{', '.join(names)}")
+    log(cfg.out, {"step": progress.step, "skipped_samples": names}, ranks)
+    require(progress.skipped_in_a_row < 10, "ten steps in a row were skipped: lower --lr")
+
+def report(cfg, run, held, progress, label):
+    """Evaluate on held-out sequences; print and log it, keep the best draft in OUT/best."""
+    result = evaluate(run, held)
+    say(acceptance_table(label, result))
+    log(cfg.out, {"step": progress.step, "eval": result}, run.ranks)
+    accept_len = result["accept_len"]
+    if cfg.eval_every and label != "before" and accept_len > progress.best:
+        progress.best = accept_len
+        write_draft(Path(cfg.out) / "best", cfg, run)
+    return result
+
+def write_draft(path, cfg, run):
+    meta = dict(ttt_length=cfg.ttt_length, engine=cfg.engine, recycle=run.options["recycle"],
+                zero_first_embedding=run.options["zero_first_embedding"],
+                target=str(run.target.path.resolve()), target_config_sha256=run.target.sha256)
+    save_draft(path, run.model, meta, run.ranks.rank)
+
+def peak_memory(device):
+    """Bytes: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def say_what_ranks_used(ranks):
+    used = torch.zeros(ranks.dp * ranks.sp, 2, dtype=torch.float64, device=ranks.device)
+    used[ranks.rank] = torch.tensor([peak_memory(ranks.device), AllToAll.bytes_sent]) / 2 ** 20
+    for rank, (peak, sent) in enumerate(all_sum(used).tolist()):
+        say(f"rank {rank}: peak memory {peak:,.0f} MiB; sent {sent:,.1f} MiB to other ranks in "
+            "attention")
 
 def plot(cfg):
     """Draw a run's acceptance per step and its loss over the optimizer steps: RUN/plot.png."""
     require(find_spec("matplotlib"), "plot needs matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure
-    lines = [json.loads(line) for line in (Path(cfg.run) / "metrics.jsonl").read_text().splitlines()]
-    trained, held = [x for x in lines if "loss" in x], [x | x["eval"] for x in lines if "eval" in x]
-    left, right = (figure := Figure(figsize=(10, 4), layout="constrained")).subplots(1, 2)
-    for k in range(len(trained[0]["acc"]) if trained else 0):
-        left.plot([x["step"] for x in trained], [x["acc"][k] for x in trained], f"C{k}", label=f"step {k}")
-        left.plot([x["step"] for x in held], [x["acc"][k] for x in held], f"C{k}o")
-    right.plot([x["step"] for x in trained], [x["loss"] for x in trained], "k")
-    left.legend(title="dots: held out")
-    left.set(title="acceptance: the draft's argmax is the target's", xlabel="optimizer step", ylim=(0, 1))
-    right.set(title="loss", xlabel="optimizer step")
-    figure.savefig(Path(cfg.run) / "plot.png", dpi=120)
-    say(f"drew {Path(cfg.run) / 'plot.png'}")
+    file = Path(cfg.run) / "plot.png"
+    lines = file.with_name("metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in lines]
+    trained = [line for line in lines if "loss" in line]
+    held = [line for line in lines if "eval" in line]
+    steps = [line["step"] for line in trained]
 
-# ---- Speculative decoding ----------------------------------------------------------------------------------
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    drawn = left.plot(steps, [line["acc"] for line in trained])
+    left.legend(drawn, [f"step {k}" for k, _ in enumerate(drawn)])
+    left.set_prop_cycle(None)  # the same colours
+    left.plot([line["step"] for line in held], [line["eval"]["acc"] for line in held], "o")
+    left.set(title="share of right drafts (dots: held out)")
+    right.plot(steps, [line["loss"] for line in trained])
+    right.set(title="loss")
+    figure.supxlabel("optimizer step")
+    figure.savefig(file, dpi=120)
+    say(f"drew {file}")
+
+# ---- Speculative decoding ------------------------------------------------------------------------
+
+def attend_decode(q, k, v, past_k, past_v, docs=None, group=None):
+    """Serving: T new rows attend causally to a growing cache (past_k, past_v: empty or one tensor)."""
+    k = torch.cat([*past_k, k], dim=1)  # (B, S, G, D)
+    v = torch.cat([*past_v, v], dim=1)
+    T, S = q.shape[1], k.shape[1]
+    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]  # (B, H, T or S, D)
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2), [k], [v]  # (B, T, H, D)
+
 class Drafter:
-    """Drafting as engines do it: a cache of draft keys for the verified prefix, rewritten from the target's
-    true hidden states after every verification, and one appended key per drafted token."""
-    def __init__(self, model, recycle="post", zero_first_embedding=False, temperature=0.0):
-        self.model, self.recycle, self.zero_first = model, recycle, zero_first_embedding
-        self.past_k, self.past_v, self.temperature = [], [], temperature
-    def rows(self, tokens, hidden, start):
-        """Run rows start.. of hidden (1, n, C), tokens one on; the last row's n and what it recycles."""
-        positions = torch.arange(start, start + len(tokens), device=hidden.device)[None]
-        n, r, self.past_k, self.past_v, _ = self.model(
-            torch.tensor([tokens], device=hidden.device), hidden.to(self.model.eh_proj.weight.dtype),
-            positions, self.past_k, self.past_v, None, attend_decode, zero_first=self.zero_first)
-        return n[:, -1:], (r if self.recycle == "pre" else n)[:, -1:]
-    def draft(self, tokens, hidden, start, K):
-        """K tokens, drawn from q, after `tokens`, verified, from position start + 1; hidden: from `start`."""
-        self.past_k, self.past_v = ([x[:, :start] for x in past] for past in (self.past_k, self.past_v))
-        drafted, self.q, (n, g) = [], [], self.rows(tokens, hidden, start)
-        while True:
-            self.q.append(distribution(self.model.logits(n)[0], self.temperature))
-            drafted.append(self.q[-1].multinomial(1).item())
-            if len(drafted) == K:
-                return drafted
-            n, g = self.rows(drafted[-1:], g, start + len(tokens) + len(drafted) - 1)
+    """Drafting as engines do it: a cache of draft keys for the verified prefix, rewritten from the
+    target's true hidden states after every verification, and one appended key per drafted token."""
+    def __init__(self, model, recycle="post", zero_first_embedding=False):
+        self.model = model
+        self.recycle = recycle
+        self.zero_first = zero_first_embedding
+        self.past_k = []
+        self.past_v = []
 
-def distribution(logits, temperature):  # (N, V): what tokens are drawn from; 0 is greedy, onehot(argmax)
-    if temperature:
+    def rows(self, tokens, hidden, start):
+        """Run rows start.. of hidden (1, n, C), tokens one on. Returns the last row's most likely
+        token and the state that the next step is fed."""
+        device = hidden.device
+        positions = torch.arange(start, start + len(tokens), device=device)[None]
+        hidden = hidden.to(self.model.eh_proj.weight.dtype)
+        n, r, self.past_k, self.past_v, _ = self.model(
+            torch.tensor([tokens], device=device), hidden, positions, self.past_k, self.past_v,
+            None, attend_decode, zero_first=self.zero_first)
+        fed = r if self.recycle == "pre" else n
+        return self.model.logits(n[:, -1]).argmax().item(), fed[:, -1:]
+
+    def draft(self, tokens, hidden, start, K):
+        """K tokens to follow `tokens`, verified, the first at position start + 1; hidden: from row
+        `start` on."""
+        self.past_k = [x[:, :start] for x in self.past_k]
+        self.past_v = [x[:, :start] for x in self.past_v]
+        token, fed = self.rows(tokens, hidden, start)
+        drafted = [token]
+        while len(drafted) < K:
+            token, fed = self.rows([token], fed, start + len(tokens) + len(drafted) - 1)
+            drafted.append(token)
+        return drafted
+
+def distribution(logits, temperature):
+    """(N, V): what tokens are drawn from; temperature 0 is greedy decoding, all on the argmax."""
+    if temperature > 0:
         return (logits.float() / temperature).softmax(-1)
     return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
 
 def verify(p, q, drafted):
-    """How many drafted tokens stand, and the token after them, as if drawn from p (K + 1, V). Token x, of q,
-    stands with chance min(1, p[x] / q[x]); the first to fall is replaced by one of (p - q)+ (Leviathan)."""
+    """How many drafted tokens stand, and the token after them, as if drawn from p (K + 1, V). Token
+    x, drawn from q (K, V), stands with chance min(1, p[x] / q[x]); the first to fall is replaced by
+    one of (p - q)+ (Leviathan et al. 2023)."""
     at = torch.tensor(drafted, dtype=torch.long, device=p.device)[:, None]
     stands = torch.rand(at.shape, device=p.device) * q.gather(1, at) < p[:-1].gather(1, at)
     n = int(stands.cumprod(0).sum())
-    rest = (p[n] - q[n]).clamp(min=0) if n < len(drafted) else p[n]
-    return n, (rest if rest.any() else p[n]).multinomial(1).item()
 
-# answer: cut at limit or end token; rounds: accepted in each, as vLLM counts; margins: of each best logit
-Decoding = namedtuple("Decoding", "ids answer rounds margins speed")
+    rest = p[n]
+    if n < len(drafted):
+        rest = (p[n] - q[n]).clamp(min=0)
+    if not rest.any():  # p = q up to rounding
+        rest = p[n]
+    return n, rest.multinomial(1).item()
+
+class Decoding(NamedTuple):
+    ids: list      # prompt and all that was decoded
+    answer: list   # what was decoded, cut at the limit or the end token
+    rounds: list   # drafted tokens that stood in each round, as vLLM counts
+    speed: float   # tokens of the answer per second
 
 @torch.no_grad()
 def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=(), temperature=0.0):
-    """Greedy decoding or sampling after `prompt` (ids), K drafted tokens verified per round; K = 0: plain."""
+    """Greedy decoding or sampling after `prompt` (ids), K drafted tokens verified per round; K = 0:
+    plain."""
     from transformers import DynamicCache
-    device, began, rounds, margins = target.model.device, time.perf_counter(), [], []
-    past, tokens, drafted, start = DynamicCache(config=target.model.config), list(prompt), [], 0
+    began = time.perf_counter()
+    device = target.model.device
+    past = DynamicCache(config=target.model.config)
+    tokens = list(prompt)  # all that is verified
+    drafted = []           # a guess of what follows
+    rounds = []
+    start = 0              # the drafter has run the rows before
+
     while True:
-        seen, new = past.get_seq_length(), tokens[past.get_seq_length():] + drafted
-        positions = torch.arange(seen, seen + len(new), device=device)[None]
+        new = tokens[past.get_seq_length():] + drafted
         hidden = target.model.base_model(
-            torch.tensor([new], device=device), position_ids=positions, use_cache=True,
+            torch.tensor([new], device=device), use_cache=True,
             **{target.cache_name: past}).last_hidden_state.to(target.device)
-        logits = F.linear(hidden[0, -len(drafted) - 1:].to(target.lm_head.dtype), target.lm_head)
-        p = distribution(logits, temperature)
-        n, token = verify(p, torch.cat(drafter.q) if drafted else p, drafted)
-        rounds += [n] if drafted else []
-        margins += [(a, a - b) for a, b in logits[:n + 1].float().topk(2).values.tolist()]
-        past.crop(n - len(drafted))  # negative: forgets the refused ones
+        judged = hidden[0, -len(drafted) - 1:].to(target.lm_head.dtype)
+        p = distribution(F.linear(judged, target.lm_head), temperature)
+
+        guess = torch.tensor(drafted, dtype=torch.long, device=target.device)
+        q = F.one_hot(guess, p.shape[-1]).float()  # drafts are greedy
+        n, token = verify(p, q, drafted)
+        if drafted:
+            rounds.append(n)
+        refused = len(drafted) - n
+        if refused:
+            past.crop(-refused)
+        hidden = hidden[:, :hidden.shape[1] - refused]
         tokens += drafted[:n] + [token]
+
         answer = tokens[len(prompt):]
-        ends = [i for i, token in enumerate(answer) if token in eos]
+        ends = [i for i, x in enumerate(answer) if x in eos]
         if ends or len(answer) >= max_new_tokens:
             answer = answer[:min([*ends, max_new_tokens])]
-            return Decoding(tokens, answer, rounds, margins, len(answer) / (time.perf_counter() - began))
+            return Decoding(tokens, answer, rounds, len(answer) / (time.perf_counter() - began))
         if K:
-            hidden = hidden[:, :hidden.shape[1] - len(drafted) + n]  # of what stands
-            drafted, start = drafter.draft(tokens[start + 1:], hidden, start, K), len(tokens) - 1
+            drafted = drafter.draft(tokens[start + 1:], hidden, start, K)
+            start = len(tokens) - 1
 
-def open_draft(cfg):
-    """(model with its target set, target, ranks, cfg with what the draft decides); its own target only."""
+def open_draft(cfg, backend="sdpa", sp=None):
+    """Open --draft and its target, which must be the one that it was trained for. Returns the
+    model, target, ranks, and {ttt_length, recycle, zero_first_embedding}: those it was trained
+    with unless flags say otherwise."""
     require(cfg.draft, "--draft DIR is missing: a directory that training wrote, e.g. runs/demo")
-    (model, meta), ranks = load_draft(cfg.draft), start_ranks(cfg.device, cfg.backend, cfg.sp)
+    model, meta = load_draft(cfg.draft)
+    ranks = start_ranks(cfg.device, backend, sp)
     target = open_target(replace(cfg, target=cfg.target or meta["target"]), ranks)
-    require(target.sha256 == meta["target_config_sha256"], f"{cfg.draft} was trained for another target")
+    require(target.sha256 == meta["target_config_sha256"],
+            f"{cfg.draft} was trained for another target")
     model.to(target.device, target.lm_head.dtype).set_target(target.embed, target.lm_head)
-    chosen = {name: getattr(cfg, name) or meta[name] for name in ("recycle", "ttt_length")}
-    return model, target, ranks, replace(cfg, zero_first_embedding=meta["zero_first_embedding"], **chosen)
+
+    recycle = meta["recycle"]
+    zero_first = meta["zero_first_embedding"]
+    if cfg.engine:
+        recycle, zero_first = convert.engine_setting(target.layout, cfg.engine)
+    options = dict(ttt_length=cfg.ttt_length or meta["ttt_length"], recycle=as_drafted(recycle),
+                   zero_first_embedding=zero_first)
+    return model, target, ranks, options
 
 def evaluate_command(cfg):
     """Print the acceptance table of a draft on held-out text."""
-    model, target, ranks, cfg = open_draft(cfg)
+    model, target, ranks, options = open_draft(cfg, cfg.backend, cfg.sp)
     backend = choose_backend(cfg.backend, target.device, target.lm_head.dtype)
-    samples = read_samples(cfg.data or stdlib_files(every=6)[1], target, cfg.seq_len, cfg.ttt_length + 2)
-    rows = pack(samples, cfg.seq_len)
-    result = Run(model, target, cfg, ranks, backend).evaluate(rows[::-(-len(rows) // cfg.eval_rows)])
+    files = cfg.data or stdlib_files(every=6)[1]
+    shortest = options["ttt_length"] + 2
+    sequences = pack(read_samples(files, target, cfg.seq_len, shortest), cfg.seq_len)
+    chosen = spread(sequences, cfg.eval_size)
+    result = evaluate(Run(model, target, cfg, ranks, backend, **options), chosen)
+
     say(acceptance_table("draft", result))
-    say(f"walk: accepted per position {' '.join(f'{x:.3f}' for x in result['walk'])}; {result['rows']:,} "
-        f"positions of {min(cfg.eval_rows, len(rows))} of {len(rows)} rows of {cfg.seq_len} counted")
+    walked = " ".join(f"{x:.3f}" for x in result["walk"])
+    say(f"walk: accepted per position {walked}; {result['rows']:,} rows of {len(chosen)} of "
+        f"{len(sequences)} sequences of {cfg.seq_len} counted")
 
 def generate_command(cfg):
-    """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy) and time."""
-    require(cfg.prompt and cfg.temperature >= 0, "--prompt TEXT is missing, or --temperature is below 0")
-    model, target, _, cfg = open_draft(cfg)
-    K, tokenizer, length = cfg.ttt_length, target.tokenizer, cfg.max_new_tokens
-    ids = tokenizer(cfg.prompt)["input_ids"] if not cfg.chat else tokenizer.apply_chat_template(
-        [{"role": "user", "content": cfg.prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
+    """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy), time."""
+    require(cfg.prompt and cfg.temperature >= 0,
+            "--prompt TEXT is missing, or --temperature is below 0")
+    model, target, _, options = open_draft(cfg)
+    K = options.pop("ttt_length")
+    tokenizer = target.tokenizer
+    length = cfg.max_new_tokens
+    ids = encode_prompt(as_prompt(cfg.prompt, tokenizer, cfg.raw), tokenizer)
     room = target.draft_config.max_position_embeddings - length - K
-    require(1 <= len(ids) <= room, f"--prompt has {len(ids)} tokens; --max-new-tokens leaves 1 to {room}")
-    ends, drawn = target.model.generation_config.eos_token_id, cfg.draft_sampling == "probabilistic"
-    drafter = Drafter(model, cfg.recycle, cfg.zero_first_embedding, cfg.temperature if drawn else 0.0)
-    eos = ends if isinstance(ends, list) else [ends]
-    plain = decode(target, ids, length, eos=eos, temperature=cfg.temperature)
-    fast = decode(target, ids, length, drafter, K, eos, cfg.temperature)
+    require(1 <= len(ids) <= room,
+            f"--prompt has {len(ids)} tokens; --max-new-tokens leaves 1 to {room}")
+
+    eos = target.model.generation_config.eos_token_id
+    if not isinstance(eos, list):
+        eos = [eos]
+    temperature = cfg.temperature
+    plain = decode(target, ids, length, eos=eos, temperature=temperature)
+    fast = decode(target, ids, length, Drafter(model, **options), K, eos, temperature)
+
     rounds = max(1, len(fast.rounds))
     stood = [sum(n > k for n in fast.rounds) / rounds for k in range(K)]
-    print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(fast.rounds) / rounds:.3f} "
-          f"over {len(fast.rounds)} rounds; accepted per position {' '.join(f'{x:.3f}' for x in stood)}\n"
-          f"tokens/s, here, where it is a check: {fast.speed:.1f} with drafting, {plain.speed:.1f} without")
-    if cfg.temperature:
-        return print(f"sampled at temperature {cfg.temperature} with {cfg.draft_sampling} drafts")
-    check_lossless(plain, fast, target.lm_head.dtype)
+    shown = " ".join(f"{x:.3f}" for x in stood)
+    print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(stood):.3f} over "
+          f"{len(fast.rounds)} rounds; accepted per position {shown}\n"
+          f"tokens/s, here, where it is a check: {fast.speed:.1f} with drafting, "
+          f"{plain.speed:.1f} without")
+    if temperature > 0:
+        print(f"sampled at temperature {temperature}")
+    else:
+        check_lossless(target, ids, plain.answer, fast.answer)
 
-def check_lossless(plain, fast, dtype):
-    """Print that drafting changed no token, or where rounding let it; ValueError if it was not rounding."""
-    if plain.answer == fast.answer:
-        return print("lossless: token for token the target's own greedy answer")
-    at = len(os.path.commonprefix([plain.answer, fast.answer]))
-    best, lead = plain.margins[at]
-    ulps = lead / 2.0 ** math.frexp(best)[1] / torch.finfo(dtype).eps * 2
-    print(f"differs from plain greedy decoding from token {at} on: two best logits {ulps:.1f} ulps apart")
-    require(ulps <= 2 and dtype.itemsize < 4, "drafted and plain decoding differ by more: report it")
+@torch.no_grad()
+def check_lossless(target, prompt, plain, fast):
+    """Print that drafting changed no token, or where rounding let it; ValueError if it was not
+    rounding."""
+    if plain == fast:
+        print("lossless: token for token the target's own greedy answer")
+        return
+    at = len(os.path.commonprefix([plain, fast]))
+    ids = torch.tensor([prompt + plain[:at]], device=target.model.device)
+    logits = target.model(ids).logits[0, -1]
+    best, second = logits.float().topk(2).values.tolist()
 
-def generate_data(cfg):
-    """Write the target's own greedy answers to prompts: the text that a draft will meet in serving."""
-    require(cfg.prompts and cfg.out, "--prompts FILE and --out FILE.jsonl are both needed")
-    lines = filter(str.strip, Path(cfg.prompts).read_text(encoding="utf-8").splitlines())
-    rows = [json.loads(x) if cfg.prompts.endswith(".jsonl") else {"prompt": x} for x in lines]
-    wrong = [i for i, row in enumerate(rows, 1) if not row.keys() & {"prompt", "messages"}]
-    require(not wrong, f"{cfg.prompts}: prompt {wrong[:1]} has neither \"prompt\" nor \"messages\"")
-    target, out = open_target(cfg, start_ranks(cfg.device)), Path(cfg.out)
-    model, tokenizer = target.model, target.tokenizer
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.touch()
-    done = out.read_bytes()
-    os.truncate(out, done.rfind(b"\n") + 1)  # a line cut short is written again
-    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
-    chat = tokenizer.chat_template and not cfg.raw
-    with open(out, "a") as file, tqdm(total=len(rows), initial=done.count(b"\n"), unit="prompt") as bar:
-        for i in range(bar.n, len(rows), cfg.batch_size):
-            asked = [row.get("messages") or row["prompt"] for row in rows[i:i + cfg.batch_size]]
-            if chat:
-                asked = [[{"role": "user", "content": x}] if isinstance(x, str) else x for x in asked]
-                batch = tokenizer.apply_chat_template(asked, add_generation_prompt=True, padding=True,
-                                                      return_tensors="pt", return_dict=True).to(model.device)
-            else:
-                batch = tokenizer(asked, padding=True, return_tensors="pt").to(model.device)
-            answers = model.generate(batch.input_ids, attention_mask=batch.attention_mask, do_sample=False,
-                                     max_new_tokens=cfg.max_new_tokens, pad_token_id=tokenizer.pad_token_id)
-            answers = answers[:, batch.input_ids.shape[1]:]
-            for x, text in zip(asked, tokenizer.batch_decode(answers, skip_special_tokens=True)):
-                answer = [{"role": "assistant", "content": text}]
-                file.write(json.dumps({"messages": x + answer} if chat else {"text": x + text}) + "\n")
-            file.flush()
-            bar.update(len(asked))
+    ulp = 2.0 ** (math.frexp(best)[1] - 1) * torch.finfo(logits.dtype).eps
+    apart = (best - second) / ulp
+    print(f"differs from plain greedy decoding from token {at} on: two best logits {apart:.1f} "
+          "ulps apart")
+    require(apart <= 2 and logits.dtype.itemsize < 4,
+            "drafted and plain decoding differ by more: report it")
 
-# ---- Command line ------------------------------------------------------------------------------------------
-# {command: (function, its flags beside `common`, those whose default is None: set elsewhere)}
-COMMANDS = {
-    "train": (train, " ".join(TrainConfig.__dataclass_fields__), ()),
-    "eval": (evaluate_command, "draft data backend sp seq_len eval_rows micro_batch_size recycle ttt_length",
-             ("recycle", "ttt_length")),
-    "generate": (generate_command, "draft prompt chat max_new_tokens temperature draft_sampling recycle "
-                 "ttt_length", ("recycle", "ttt_length")),
-    "generate-data": (generate_data, "prompts out max_new_tokens batch_size raw", ("out",)),
-    "capture": (capture, "data out seq_len", ("out",)), "plot": (plot, "run", ())}
+# ---- Command line --------------------------------------------------------------------------------
 
-def parse(command, arguments):
-    """The command's Options from flags: a dataclass field is default, type and help of its flag."""
-    run, names, unset = COMMANDS[command]
-    common = "target dtype device target_device_map trust_remote_code kernels" if command != "plot" else ""
+COMMANDS = {  # the function, and the class of its options
+    "train": (train, TrainConfig),
+    "eval": (evaluate_command, EvalConfig),
+    "generate": (generate_command, GenerateConfig),
+    "generate-data": (generate_data, GenerateDataConfig),
+    "capture": (capture, CaptureConfig),
+    "plot": (plot, PlotConfig)}
+
+def add_flags(parser, options):
+    """A flag for each field of a class of options."""
+    kinds = {"str": str, "int": int, "float": float, "list": str}
+    group = parser
+    for f in fields(options):
+        name = "--" + f.name.replace("_", "-")
+        text = f.metadata["help"]
+        if "group" in f.metadata:
+            group = parser.add_argument_group(f.metadata["group"])
+        if f.default is MISSING:
+            parser.add_argument(f.name, help=text)
+        elif f.type == "bool":
+            group.add_argument(name, action="store_true", help=text)
+        else:
+            shown = text if f.default is None else f"{text} (default {f.default})"
+            nargs = "+" if f.type == "list" else None
+            group.add_argument(name, type=kinds[f.type], default=f.default, help=shown, nargs=nargs,
+                               choices=f.metadata.get("choices"))
+
+def parse(arguments):
+    """The function and the options of a command line; flags without a command are train's."""
     parser = argparse.ArgumentParser(
-        prog=f"mtp.py {command}", usage="%(prog)s [--flag value ..]", allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__ if command == "train" else run.__doc__)
-    group, title = lru_cache(parser.add_argument_group), None  # titles: of a field and the ones after it
-    titles = {f.name: (title := f.metadata.get("group", title)) for f in fields(Options)}
-    for f in (f for f in fields(Options) if f.name in f"{names} {common}".split()):
-        flags = ["--" + f.name.replace("_", "-"), *filter(None, [f.metadata.get("also")])]
-        default = None if f.name in unset else f.default
-        how = dict(action="store_true") if f.type == "bool" else dict(
-            type={"int": int, "float": float}.get(f.type, str), choices=f.metadata.get("choices"),
-            nargs="+" if f.type == "list" else None)
-        text = f.metadata["help"] + ("" if default in (None, False) else f" (default {default})")
-        group(titles[f.name]).add_argument(*flags, dest=f.name, default=default, help=text, **how)
-    return Options(**dict.fromkeys(unset) | vars(parser.parse_args(arguments)))
+        prog="mtp.py", description=__doc__, epilog="COMMAND --help lists a command's flags",
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, (function, options) in COMMANDS.items():
+        about = function.__doc__
+        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False,
+                                      usage="%(prog)s [--flag value ..]")
+        add_flags(command, options)
+
+    first = arguments[0] if arguments else "--"
+    if first.startswith("-") and first not in ("-h", "--help"):
+        arguments = ["train", *arguments]
+    values = vars(parser.parse_args(arguments))
+    function, options = COMMANDS[values.pop("command")]
+    return function, options(**values)
+
+def explain(error):
+    """A line on what the user or the machine has done; None for a fault of this file."""
+    if "closed by peer" in str(error):  # gloo's, once a rank has ended
+        return "another rank has failed"
+    if isinstance(error, dcp.api.CheckpointException):  # of several ranks; the last line tells
+        return str(error).splitlines()[-1]
+    if isinstance(error, (ValueError, OSError, SafetensorError)):
+        return str(error)
+    return None
 
 def main(arguments=None):
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0][0] != "-" and arguments[0] not in COMMANDS:
-        sys.exit(f"mtp.py: error: {arguments[0]!r} is no command; there are {', '.join(COMMANDS)}")
-    command, *rest = arguments if arguments and arguments[0] in COMMANDS else ["train", *arguments]
-    rest = ["--run", *rest] if command == "plot" and rest and rest[0][0] != "-" else rest
-    cfg = parse(command, rest)
+    function, cfg = parse(sys.argv[1:] if arguments is None else arguments)
     if LOST:
         sys.exit(f"mtp.py: error: {LOST}")
     try:
-        COMMANDS[command][0](cfg)
+        function(cfg)
+        return 0
     except KeyboardInterrupt:
         return 130
-    except BaseException as error:  # a CheckpointException is no Exception; its last line is the cause
-        state, lost = isinstance(error, dcp.api.CheckpointException), "closed by peer" in str(error)
-        known = state or lost or isinstance(error, (ValueError, OSError, SafetensorError))
-        said = "another rank has failed" if lost else str(error).splitlines()[-1] if state else error
-        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's summary
-            Path(report).write_text(json.dumps(dict(message=repr(error), timestamp=int(time.time()))))
-        if not known or os.environ.get("MTP_TRACEBACK"):
+    except BaseException as error:  # CheckpointException is no Exception
+        report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if report:  # torchrun's summary quotes it
+            message = {"message": repr(error), "timestamp": int(time.time())}
+            Path(report).write_text(json.dumps(message))
+
+        line = explain(error)
+        if line is None or os.environ.get("MTP_TRACEBACK"):
             raise
-        tqdm.write(f"mtp.py: error: {said}", file=sys.stderr)
+        tqdm.write(f"mtp.py: error: {line}", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return 0
 
 if __name__ == "__main__":
     sys.exit(main())
