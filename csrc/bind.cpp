@@ -7,9 +7,9 @@
 //   loss_rows                      CE + KL of a chunk of rows; the draft logits become their own gradient
 //
 // Formulas, shapes and bytes are in merge.h, experts.h and loss.h, the code in *_cpu.cpp (CPU) and *.cu
-// (CUDA, with experts_cuda.cpp). The PyTorch references are mtp.py's merge_ref, merge_backward_ref and
-// experts_ref and the tests' loss_rows_ref. merge and experts_forward are differentiable here; the backward
-// ops are plain, for use in an autograd.Function.
+// (CUDA, with experts_cuda.cpp). The PyTorch references are mtp.py's merge_ref, merge_backward_ref,
+// experts_ref and judge_ce_kl_ref. merge and experts_forward are differentiable here; the backward ops are
+// plain, for use in an autograd.Function.
 #include <Python.h>
 
 #include <ATen/core/Tensor.h>
