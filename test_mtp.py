@@ -3274,6 +3274,35 @@ def test_eval_and_generate_commands(tiny, trained, capsys):
     assert "sampled at temperature 0.8" in capsys.readouterr().out
 
 
+# ---- Refused before any work: one line that names the value, exit code 2, nothing changed --------------------
+
+def every_file(folder):
+    """{path: content} below a folder, of links where they point."""
+    paths = [path for path in Path(folder).rglob("*") if path.is_file() or path.is_symlink()]
+    return {str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
+
+
+def assert_refused(folder, capsys, arguments, *says, program=mtp):
+    """program.main(arguments) ends with exit code 2 and one line that has each of `says`; no file below
+    folder, its working directory, has changed."""
+    before = every_file(folder)
+    capsys.readouterr()
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        code = program.main([str(x) for x in arguments])
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    finally:
+        os.chdir(here)
+    lines = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in lines if ": error: " in line]
+    assert code == 2 and len(errors) == 1 and lines[-1] == errors[0], lines
+    assert not any("Traceback" in line for line in lines), lines
+    assert all(says in errors[0] for says in map(str, says)), errors[0]
+    assert every_file(folder) == before
+
+
 # what each engine's draft layer does with its own output and with position 0, of either layout
 @pytest.mark.parametrize("family, engine, recycle, zero", [
     ("glm4_moe", "vllm", "pre", True), ("glm4_moe", "sglang", "post", False),
