@@ -181,8 +181,10 @@ def set_key(text, key, value):
 REQUIRED = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
             "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 USUAL = {  # where neither the config.json nor its family says
-    "n_shared_experts": 1, "partial_rotary_factor": 1.0, "use_qk_norm": True,
-    "attention_bias": False, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0,
+    "n_shared_experts": 1, "shared_expert_intermediate_size": 0, "intermediate_size": 0,
+    "scoring_func": "sigmoid", "partial_rotary_factor": 1.0, "use_qk_norm": True,
+    "attn_output_gate": False, "zero_centered_norm": False, "attention_bias": False,
+    "rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "initializer_range": 0.02,
     "max_position_embeddings": 131072, "model_type": "glm4_moe"}
 SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")  # a dense target's choice
@@ -237,6 +239,24 @@ def dense(config, names):
     return unsaid | config | fixed
 
 
+def qwen3_5(config, names):
+    """Qwen3.5, 3.6, 3.8 and Qwen3-Next, dense and MoE."""
+    kind = config["model_type"]
+    odd = {"attention_bias": False, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": [],
+           "decoder_sparse_step": 1, "mtp_num_hidden_layers": 1}
+    found = {key: config[key] for key in odd if config.get(key, odd[key]) != odd[key]}
+    require(not found, f"the {kind} target has {found}, which this draft layer cannot express")
+
+    layer = {"zero_centered_norm": True, "use_qk_norm": True, "n_shared_experts": 0,
+             "routed_scaling_factor": 1.0}
+    if "moe" in kind or kind == "qwen3_next":
+        layer |= {"scoring_func": "softmax", "intermediate_size": 0}
+    else:
+        layer |= dict.fromkeys(SIZES, 0)
+    unsaid = {"partial_rotary_factor": 0.25, "attn_output_gate": True, "rms_norm_eps": 1e-6}
+    return unsaid | config | layer
+
+
 def has_q_norm(names):
     return any(name.endswith("self_attn.q_norm.weight") for name in names)
 
@@ -268,15 +288,36 @@ def hy_v3_for_vllm(text, names):
     return text
 
 
+def qwen3_5_layer(text, names):
+    """mtp_num_hidden_layers is 1, in the text model's part of a nested config.json."""
+    key = "mtp_num_hidden_layers"
+    inner = json.loads(text).get("text_config")
+    if inner is None:
+        return set_key(text, key, 1)
+    return text if inner.get(key) == 1 else set_key(text, "text_config", {**inner, key: 1})
+
+
 class Family(NamedTuple):
     read: Callable  # (config in mtp.MTPConfig's spelling, names) -> the same, complete
     keys: dict = {}  # {key of config.json: field of mtp.MTPConfig} where they differ
     names: dict = {}  # {beginning of a draft tensor's name: what it is here}; see stored_views
-    prefix: str = "model.layers.{N}."  # of the MTP layer
+    prefix: str = "model.layers.{N}."  # of the MTP layer's tensors
+    second: str = "model.layers.{M}."  # of those of a further one, M = N + 1
+    layer: str = ""  # after prefix: of the tensors that a main layer has, too
+    alike: bool = True  # do main layers have the MTP layer's shapes?
     embed: str = "model.embed_tokens.weight"
     write: Callable = one_layer  # (text of config.json, names) -> text of OUT's
     dense: bool = False  # no MTP layer of its own: written in another family's layout
 
+
+QWEN = Family(
+    qwen3_5, prefix="mtp.", second="mtp.layers.1.", layer="layers.0.", alike=False,
+    write=qwen3_5_layer, keys={"num_experts": "n_routed_experts"},
+    names={"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc",
+           "shared_head.norm": "norm", "input_layernorm": "layers.0.input_layernorm",
+           "post_attention_layernorm": "layers.0.post_attention_layernorm",
+           "self_attn": "layers.0.self_attn", "mlp": "layers.0.mlp",
+           "mlp.shared_experts": "layers.0.mlp.shared_expert"})
 
 FAMILIES = {
     "glm4_moe": Family(glm4_moe),
@@ -304,22 +345,31 @@ FAMILIES = {
     "mistral": Family(dense, dense=True),
     "qwen2": Family(dense, dense=True),
     "qwen3": Family(dense, dense=True),
+    "qwen3_5": QWEN,
+    "qwen3_5_text": QWEN,
+    "qwen3_5_moe": QWEN,
+    "qwen3_5_moe_text": QWEN,
+    "qwen3_next": QWEN._replace(write=one_layer),
 }
 
 
 def family_of(config):
     kind = config.get("model_type")
-    require(kind in FAMILIES, f"model_type {kind!r} is none of {', '.join(FAMILIES)}; MLA, softmax "
-            "routers and dense MTP layers do not fit this draft")
+    require(kind in FAMILIES, f"model_type {kind!r} is none of {', '.join(FAMILIES)}; layers "
+            "with MLA do not fit this draft")
     return FAMILIES[kind]
 
 
-def layer_prefix(config, after=0):
-    """Prefix of the MTP layer's tensors, or of the one `after` it."""
-    family = family_of(config)
+def flat(config):
+    """config.json's dict with the text model's keys on top, where they are nested."""
+    return {**config, **(config.get("text_config") or {}), "model_type": config.get("model_type")}
+
+
+def layer_prefix(config):
+    """Prefix of the MTP layer's tensors."""
     N = config.get("num_hidden_layers")
     require(N, f"config.json has num_hidden_layers {N}: expected a whole model's, not a draft's")
-    return family.prefix.format(N=N + after)
+    return family_of(config).prefix.format(N=N)
 
 
 def draft_config(config, names=None, sizes=None):
@@ -345,16 +395,31 @@ def draft_config(config, names=None, sizes=None):
     return found
 
 
+ROPE_SCALING = {  # rope_type: what mtp.rope_frequencies reads of it
+    "default": set(),
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}}
+OPTIONAL_ROPE = {"beta_fast", "beta_slow"}
+OTHER_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
 def read_rope(config):
-    """rope_theta and, if it is said, partial_rotary_factor: on top, in rope_scaling or rope_parameters."""
-    config = config | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
-    kind = config.get("rope_type", config.get("type", "default"))
-    require(kind == "default",
-            f"rope_type {kind!r} is not supported; only 'default' (plain RoPE) is")
+    """rope_theta, rope_scaling and, if it is said, partial_rotary_factor: on top or in rope_parameters."""
+    said = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    config = config | said
+    kind = said.get("rope_type", said.get("type", "default"))
+    require(kind in ROPE_SCALING, f"rope_type {kind!r} is not supported; {', '.join(ROPE_SCALING)} are")
     theta = config.get("rope_theta")
     require(theta, "the config has no rope_theta, neither on top nor in rope_parameters")
 
-    found = {"rope_theta": float(theta)}
+    found = {"rope_theta": float(theta), "rope_scaling": None}
+    if kind != "default":
+        scaling = {key: said[key] for key in ROPE_SCALING[kind] if key in said}
+        lost = ROPE_SCALING[kind] - OPTIONAL_ROPE - scaling.keys()
+        odd = said.keys() - ROPE_SCALING[kind] - OTHER_ROPE
+        require(not lost and not odd, f"rope_type {kind}: missing are {', '.join(sorted(lost)) or 'none'}; "
+                f"not supported are {', '.join(sorted(odd)) or 'none'}")
+        found["rope_scaling"] = {"rope_type": kind, **scaling}
     if config.get("partial_rotary_factor") is not None:
         found["partial_rotary_factor"] = config["partial_rotary_factor"]
     return found
@@ -372,7 +437,8 @@ ENGINES = {
     ("hy_v3", "vllm"): ("post", True),
     ("hy_v3", "sglang"): ("post", False),
     ("bailing_moe_v2", "sglang"): ("post", False),
-}
+} | {(kind, engine): ("post", False) for kind, family in FAMILIES.items() if family.prefix == "mtp."
+     for engine in ("vllm", "sglang")}
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "transformers"}
 
 
@@ -406,36 +472,52 @@ def layer_shapes(config):
     C, D = config["hidden_size"], config["head_dim"]
     H, G = config["num_attention_heads"], config["num_key_value_heads"]
     E, F = config["n_routed_experts"], config["moe_intermediate_size"]
-    shared = config["n_shared_experts"] * F
+    shared = config["shared_expert_intermediate_size"] or config["n_shared_experts"] * F
+    gate = H * D if config["attn_output_gate"] else 0
 
     shapes = {
         "enorm.weight": (C,),
         "hnorm.weight": (C,),
         "eh_proj.weight": (C, 2 * C),  # columns: of the embedding, then of the hidden state
         "input_layernorm.weight": (C,),
-        "self_attn.q_proj.weight": (H * D, C),
+        "self_attn.q_proj.weight": (H * D + gate, C),
         "self_attn.k_proj.weight": (G * D, C),
         "self_attn.v_proj.weight": (G * D, C),
         "self_attn.o_proj.weight": (C, H * D),
         "post_attention_layernorm.weight": (C,),
-        "mlp.gate.weight": (E, C),
-        "mlp.gate.e_score_correction_bias": (E,),
-        "mlp.experts.gate_up_proj": (E, 2 * F, C),  # rows: of gate, then of up
-        "mlp.experts.down_proj": (E, C, F),
         "shared_head.norm.weight": (C,),
     }
     if config["attention_bias"]:
-        shapes["self_attn.q_proj.bias"] = (H * D,)
+        shapes["self_attn.q_proj.bias"] = (H * D + gate,)
         shapes["self_attn.k_proj.bias"] = (G * D,)
         shapes["self_attn.v_proj.bias"] = (G * D,)
     if config["use_qk_norm"]:
         shapes["self_attn.q_norm.weight"] = (D,)
         shapes["self_attn.k_norm.weight"] = (D,)
+    if not E:
+        return shapes | mlp_shapes("mlp.", config["intermediate_size"], C)
+
+    shapes["mlp.gate.weight"] = (E, C)
+    if config["scoring_func"] == "sigmoid":
+        shapes["mlp.gate.e_score_correction_bias"] = (E,)
+    shapes["mlp.experts.gate_up_proj"] = (E, 2 * F, C)  # rows: of gate, then of up
+    shapes["mlp.experts.down_proj"] = (E, C, F)
     if shared:
-        shapes["mlp.shared_experts.gate_proj.weight"] = (shared, C)
-        shapes["mlp.shared_experts.up_proj.weight"] = (shared, C)
-        shapes["mlp.shared_experts.down_proj.weight"] = (C, shared)
+        shapes |= mlp_shapes("mlp.shared_experts.", shared, C)
+    if config["shared_expert_intermediate_size"]:
+        shapes["mlp.shared_expert_gate.weight"] = (1, C)
     return shapes
+
+
+def mlp_shapes(prefix, width, C):
+    return {prefix + "gate_proj.weight": (width, C), prefix + "up_proj.weight": (width, C),
+            prefix + "down_proj.weight": (C, width)}
+
+
+def fused_experts(names, prefix):
+    """Are the experts of a checkpoint's MTP layer, or else of its main layers, stored in one tensor?"""
+    own = [name for name in names if name.startswith(prefix)]
+    return any(name.endswith("mlp.experts.gate_up_proj") for name in own or names)
 
 
 def unfused(name, tensor):
@@ -462,21 +544,21 @@ def native_name(name, family):
     return family.names[start] + name.removeprefix(start)
 
 
-def stored_views(state, layout, prefix):
+def stored_views(state, layout, prefix, fused=False):
     """{checkpoint name: [views into a draft's tensors]}. What a family calls by one name, q, k and v, is
     stacked there, in the order of state: {draft name: tensor}, a state_dict()."""
     found = {}
-    for fused, tensor in state.items():
-        for name, view in unfused(fused, tensor):
+    for own, tensor in state.items():
+        for name, view in [(own, tensor)] if fused else unfused(own, tensor):
             stored = prefix + native_name(name, FAMILIES[layout])
             found.setdefault(stored, []).append(view)
     return found
 
 
-def layer_tensors(state, layout, prefix):
+def layer_tensors(state, layout, prefix, fused=False):
     """{checkpoint name: tensor} of a draft in a layout."""
     found = {}
-    for name, views in stored_views(state, layout, prefix).items():
+    for name, views in stored_views(state, layout, prefix, fused).items():
         found[name] = views[0] if len(views) == 1 else torch.cat(views)
     return found
 
@@ -485,33 +567,43 @@ def expected_layer(config, names, prefix):
     """{checkpoint name: shape} of the MTP layer that a config.json implies, tensor names filling gaps."""
     shapes = layer_shapes(draft_config(config, names))
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    tensors = layer_tensors(state, config["model_type"], prefix)
+    tensors = layer_tensors(state, config["model_type"], prefix, fused_experts(names, prefix))
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def expected_stack(config, names):
     """{name: shape} of the main model that a config.json implies."""
     C, V = config["hidden_size"], config["vocab_size"]
-    width = config["intermediate_size"]
+    stem = main_stem(names)
+    expected = {embed_name(config, names): (V, C), stem + "norm.weight": (C,)}
+    if not config.get("tie_word_embeddings"):
+        expected["lm_head.weight"] = (V, C)
+    if not family_of(config).alike:
+        return expected
+
     sparse = {name: shape for name, shape in expected_layer(config, names, "").items()
               if name.startswith(("self_attn.", "attention.", "mlp.", "input_", "post_"))}
     dense = {name: shape for name, shape in sparse.items() if not name.startswith("mlp.")}
-    dense["mlp.gate_proj.weight"] = (width, C)
-    dense["mlp.up_proj.weight"] = (width, C)
-    dense["mlp.down_proj.weight"] = (C, width)
-
-    expected = {family_of(config).embed: (V, C), "model.norm.weight": (C,)}
-    if not config.get("tie_word_embeddings"):
-        expected["lm_head.weight"] = (V, C)
+    dense |= mlp_shapes("mlp.", config["intermediate_size"], C)
     for i in range(config["num_hidden_layers"]):
         layer = dense if i < config.get("first_k_dense_replace", 1) else sparse
-        expected |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        expected |= {f"{stem}layers.{i}.{name}": shape for name, shape in layer.items()}
     return expected
+
+
+def main_stem(names):
+    """What names of the text model begin with: "model.", or in a model that sees, too, what is nested."""
+    nested = "model.language_model."
+    return nested if any(name.startswith(nested) for name in names) else "model."
+
+
+def embed_name(config, names):
+    return family_of(config).embed.replace("model.", main_stem(names), 1)
 
 
 def layer_number(name):
     """i of model.layers.i.*, or -1."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
+    found = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
 
@@ -526,7 +618,7 @@ class Checkpoint:
         require(index.exists() or single.exists(),
                 f"{path} has no {SINGLE}: only safetensors are read")
         self.text = (self.path / "config.json").read_text()
-        self.config = json.loads(self.text)
+        self.config = flat(json.loads(self.text))
         if index.exists():
             self.files = json.loads(index.read_text())["weight_map"]  # {tensor name: file}
         else:
@@ -572,7 +664,8 @@ def dequantised(name, codes, scales, block):
 
 def mtp_prefix(config, names):
     """'model.layers.N.' if a checkpoint (config.json's dict, tensor names) has an MTP layer, else None."""
-    here, second = layer_prefix(config), layer_prefix(config, after=1)
+    here = layer_prefix(config)
+    second = family_of(config).second.format(M=config["num_hidden_layers"] + 1)
     if any(name.startswith(second) for name in names):
         first = here.removesuffix(".")
         warnings.warn(f"the checkpoint has more than one MTP layer; the first, {first}, is used")
@@ -584,7 +677,8 @@ def read_layer(checkpoint, prefix, state):
     """Copy a checkpoint's own MTP layer into the tensors of state, a draft's state_dict(), in place.
     A ValueError lists what is missing or misshapen."""
     wrong = []
-    for name, views in stored_views(state, checkpoint.config["model_type"], prefix).items():
+    fused = fused_experts(checkpoint.files, prefix)
+    for name, views in stored_views(state, checkpoint.config["model_type"], prefix, fused).items():
         if name not in checkpoint.files:
             wrong.append(f"{name} is missing")
             continue
@@ -638,7 +732,6 @@ class Source:
         self.family = family_of(self.config)
         self.N = self.config["num_hidden_layers"]
         self.prefix = layer_prefix(self.config)
-        self.last = f"model.layers.{self.N - 1}."  # prefix of the last main layer
 
         self.entries = {}
         for file in sorted(set(self.checkpoint.files.values())):
@@ -646,14 +739,16 @@ class Source:
             for name, entry in found.items():
                 if self.checkpoint.files.get(name) == file:
                     self.entries[name] = entry
+        self.last = f"{main_stem(self.entries)}layers.{self.N - 1}."  # prefix of the last main layer
+        self.embed = embed_name(self.config, self.entries)
         mtp_prefix(self.config, self.entries)  # warns of a second MTP layer
 
     def dtype(self, name, tensor):
         """dtype to write a tensor of the MTP layer in: its own in the source or that of its like in the
         last main layer, unless they are codes; else a router's stays and others take the embedding's."""
-        likes = [name, name.replace(self.prefix, self.last)]
+        likes = [name, name.replace(self.prefix + self.family.layer, self.last)]
         if not name.endswith(ROUTER):
-            likes.append(self.family.embed)
+            likes.append(self.embed)
         for like in likes:
             if like in self.entries and self.entries[like].dtype in DTYPES:
                 return DTYPES[self.entries[like].dtype]
@@ -662,7 +757,10 @@ class Source:
     def kept(self):
         """Names of the tensors that OUT has too: the main model's and layer N's optional copies."""
         return [name for name in self.entries
-                if layer_number(name) < self.N or name.removeprefix(self.prefix) in OPTIONAL]
+                if not self.of_draft(name) or name.removeprefix(self.prefix) in OPTIONAL]
+
+    def of_draft(self, name):
+        return name.startswith(self.prefix) or layer_number(name) >= self.N
 
 
 # ---- Dense targets as MoE models -----------------------------------------------------------------
@@ -692,8 +790,8 @@ def dense_config(source, draft, layout):
     n_dense = source.N - 1
     config = {"model_type": layout, **DENSE_LAYOUTS[layout], "tie_word_embeddings": False,
               "first_k_dense_replace": n_dense, "num_nextn_predict_layers": 1}
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": draft["rope_theta"],
-                                 "partial_rotary_factor": 1.0}
+    config["rope_parameters"] = {"rope_type": "default", **(draft["rope_scaling"] or {}),
+                                 "rope_theta": draft["rope_theta"], "partial_rotary_factor": 1.0}
     theirs = {field: key for key, field in FAMILIES[layout].keys.items()}
     config |= {theirs.get(field, field): draft[field] for field in OF_DRAFT}
     config["moe_intermediate_size"] = draft["moe_intermediate_size"]  # hy_v3: vLLM reads the other name
@@ -729,7 +827,7 @@ def dense_additions(source, config, names):
             of_router = name.endswith(ROUTER)
             found[name] = torch.zeros(expected[name], dtype=torch.float32 if of_router else dtype)
     if source.config.get("tie_word_embeddings"):
-        found["lm_head.weight"] = source.checkpoint.read(source.family.embed)
+        found["lm_head.weight"] = source.checkpoint.read(source.embed)
     return found
 
 
@@ -804,8 +902,9 @@ def make_plan(draft, state, source, layout, draft_only=False):
         config = source.family.write(source.checkpoint.text, source.entries)
         names = {name: name for name in source.kept()}
 
+    fused = layout == source.config["model_type"] and fused_experts(source.entries, source.prefix)
     new = {name: tensor.to(source.dtype(name, tensor))
-           for name, tensor in layer_tensors(state, layout, source.prefix).items()}
+           for name, tensor in layer_tensors(state, layout, source.prefix, fused).items()}
     if "quantization_config" in source.config:
         config = name_unquantised(config, new)
 
@@ -905,9 +1004,10 @@ def check_index(checkpoint, entries):
 
 def check_config(checkpoint, entries):
     """Does config.json say what its family's `write` makes it say?"""
-    wanted = json.loads(family_of(checkpoint.config).write(checkpoint.text, entries))
+    wanted = flat(json.loads(family_of(checkpoint.config).write(checkpoint.text, entries)))
     return [f"config.json has {key} {checkpoint.config.get(key)}, engines need {value}"
-            for key, value in wanted.items() if checkpoint.config.get(key) != value]
+            for key, value in wanted.items()
+            if key != "text_config" and checkpoint.config.get(key) != value]
 
 
 def check_layer(checkpoint, entries):
@@ -929,7 +1029,8 @@ def check_layer(checkpoint, entries):
     known = {*expected, *copies, *scales}
     N = config["num_hidden_layers"]
     problems += [f"{name} belongs to no MTP layer of this family: engines stumble over it or ignore it"
-                 for name in entries if layer_number(name) >= N and name not in known]
+                 for name in entries if name not in known
+                 and (layer_number(name) >= N or name.startswith(prefix))]
 
     if "quantization_config" in config:
         text = json.dumps(config)

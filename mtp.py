@@ -68,7 +68,8 @@ def require(holds, message):
 
 @dataclass
 class MTPConfig:
-    """Shape of a draft layer, in glm4_moe's spelling for every family."""
+    """Shape of a draft layer, in glm4_moe's spelling for every family. n_routed_experts 0: instead of
+    experts a dense MLP of intermediate_size; the two numbers after it are 0 then, too."""
     vocab_size: int
     hidden_size: int
     num_attention_heads: int
@@ -77,11 +78,17 @@ class MTPConfig:
     n_routed_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    n_shared_experts: int = 1
+    n_shared_experts: int = 1                 # each moe_intermediate_size wide
+    shared_expert_intermediate_size: int = 0  # instead: the width of one with a gate (Qwen)
+    intermediate_size: int = 0
+    scoring_func: str = "sigmoid"             # of the router, or softmax, which has no bias
     partial_rotary_factor: float = 1.0
     use_qk_norm: bool = True
+    attn_output_gate: bool = False
+    zero_centered_norm: bool = False          # norms multiply by 1 + weight
     attention_bias: bool = False
     rope_theta: float = 10000.0
+    rope_scaling: dict = None                 # of rope_type llama3 or yarn, see rope_frequencies
     rms_norm_eps: float = 1e-5
     routed_scaling_factor: float = 1.0
     norm_topk_prob: bool = True
@@ -100,6 +107,9 @@ class MTPConfig:
                 f"RoPE turns {rotary} of {self.head_dim} dims, must be even")
 
         E, groups = self.n_routed_experts, self.n_group
+        if E == 0:
+            require(self.intermediate_size > 0, "n_routed_experts is 0, but so is intermediate_size")
+            return
         require(E % groups == 0 and (groups == 1 or E >= 2 * groups),
                 f"n_routed_experts {E} cannot be n_group {groups} equal groups of at least two")
         A = self.num_experts_per_tok
@@ -123,17 +133,29 @@ def rope(x, position_ids, config):
     """Turn the first partial_rotary_factor * D dims of x (B, T, H, D) by position_ids (B, T)."""
     D = x.shape[-1]
     half = int(D * config.partial_rotary_factor) // 2
-    # Dim i turns together with dim i + half, both by position * theta ** (-i / half).
-    dims = torch.arange(half, dtype=fp32(x.dtype), device=x.device)
-    frequency = 1.0 / config.rope_theta ** (dims / half)
+    frequency, factor = rope_frequencies(config, half, fp32(x.dtype), x.device)
 
     # (B, T, 1, half), in fp32 and then cast, as transformers and vLLM have it
     angle = position_ids.to(frequency.dtype)[..., None, None] * frequency
-    cos = angle.cos().to(x.dtype)
-    sin = angle.sin().to(x.dtype)
+    cos = (angle.cos() * factor).to(x.dtype)
+    sin = (angle.sin() * factor).to(x.dtype)
 
     a, b, rest = x.split([half, half, D - 2 * half], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm; with zero_centered_norm x / rms(x) * (1 + weight), in fp32 and then cast (Qwen). The
+    weight is kept as stored: 1 + weight has fewer of its bits."""
+    def __init__(self, width, config):
+        super().__init__(width, eps=config.rms_norm_eps)
+        self.zero_centered = config.zero_centered_norm
+
+    def forward(self, x):
+        if not self.zero_centered:
+            return super().forward(x)
+        dtype = fp32(x.dtype)
+        weight = 1 + self.weight.to(dtype)
+        return F.rms_norm(x.to(dtype), x.shape[-1:], weight, self.eps).to(x.dtype)
 
 class Documents:
     """Which rows belong together. doc_ids (B, T): a document is a maximal run of equal values,
@@ -174,18 +196,6 @@ class Documents:
         return create_block_mask(visible, B, None, T, T, device=document.device,
                                  _compile=document.is_cuda)
 
-    def spans(self):
-        """[(b, start, stop)] of every document. Reads the tensors: for a CPU."""
-        found = []
-        for b, row in enumerate(self.document.cpu()):
-            numbers, lengths = row.unique_consecutive(return_counts=True)
-            stop = 0
-            for number, length in zip(numbers.tolist(), lengths.tolist()):
-                start, stop = stop, stop + length
-                if number > 0:
-                    found.append((b, start, stop))
-        return found
-
 def kernels_take(x, *widths):
     """Do the compiled kernels run for x's device and dtype? They want `widths` divisible by 8."""
     if not KERNELS or any(width % 8 for width in widths):
@@ -220,25 +230,30 @@ def kernels_take(x, *widths):
 # returned with this step's added. Rows of padding see nothing in block 0: o_0 = 0, lse_0 = -inf.
 
 class Attention(nn.Module):
-    """Grouped-query attention; with use_qk_norm, RMSNorm of each q and k head BEFORE RoPE."""
+    """Grouped-query attention; with use_qk_norm, RMSNorm of each q and k head BEFORE RoPE. With
+    attn_output_gate each head's rows of q_proj are q's D and then D of a gate for its output."""
     def __init__(self, config):
         super().__init__()
         self.config = config
         C, D = config.hidden_size, config.head_dim
         H, G = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(C, H * D, bias=config.attention_bias)
+        gate = H * D if config.attn_output_gate else 0
+        self.q_proj = nn.Linear(C, H * D + gate, bias=config.attention_bias)
         self.k_proj = nn.Linear(C, G * D, bias=config.attention_bias)
         self.v_proj = nn.Linear(C, G * D, bias=config.attention_bias)
         self.o_proj = nn.Linear(H * D, C, bias=False)
         if config.use_qk_norm:
-            self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+            self.q_norm = RMSNorm(D, config)
+            self.k_norm = RMSNorm(D, config)
 
     def forward(self, x, position_ids, past_k, past_v, docs, attend, group=None):
         """x (B, T, C) -> out (B, T, C), past_k, past_v; `attend` is one of BACKENDS, below."""
         B, T, _ = x.shape
         D = self.config.head_dim
-        q = self.q_proj(x).view(B, T, -1, D)  # (B, T, H, D)
+        q = self.q_proj(x)
+        if self.config.attn_output_gate:
+            q, gate = q.view(B, T, -1, 2 * D).chunk(2, dim=-1)  # (B, T, H, D) each
+        q = q.reshape(B, T, -1, D)            # (B, T, H, D)
         k = self.k_proj(x).view(B, T, -1, D)  # (B, T, G, D)
         v = self.v_proj(x).view(B, T, -1, D)  # (B, T, G, D)
         if self.config.use_qk_norm:
@@ -248,6 +263,8 @@ class Attention(nn.Module):
         k = rope(k, position_ids, self.config)
 
         out, past_k, past_v = attend(q, k, v, past_k, past_v, docs, group)
+        if self.config.attn_output_gate:
+            out = out * gate.sigmoid()
         return self.o_proj(out.flatten(2)), past_k, past_v
 
 def by_group(x, G, dtype):
@@ -308,7 +325,7 @@ def cpu_pieces(docs):
     """Index of what one call of the CPU's flash attention takes: all at once, or a document each."""
     if docs.whole:
         return [(slice(None), slice(None))]
-    return [(slice(b, b + 1), slice(start, stop)) for b, start, stop in docs.spans()]
+    return [(slice(b, b + 1), slice(start, stop)) for b, start, stop in spans(docs)]
 
 class AttendCPU(torch.autograd.Function):
     """Block 0 and the merge as one. Block 0 takes the only CPU op that returns an lse, a private one;
@@ -367,38 +384,6 @@ def causal_block_flex(q, k, v, docs, scale):
     lse = aux.lse.transpose(1, 2)       # (B, T, H)
     return out.contiguous(), lse.contiguous()
 
-class AllToAll(torch.autograd.Function):
-    """x[i] goes to rank i of the group, what comes from rank i becomes out[i]; its own backward."""
-    bytes_sent = 0  # by this process, to other ranks
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        AllToAll.bytes_sent += x.nbytes // len(x) * (len(x) - 1)
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        return AllToAll.apply(dout.contiguous(), ctx.group), None
-
-def to_heads(x, group):
-    """All heads of this rank's rows -> all rows of its heads: (B, L, H, D) -> (B, P L, H / P, D)."""
-    B, L, H, D = x.shape
-    P = dist.get_world_size(group)
-    x = x.view(B, L, P, H // P, D).permute(2, 0, 1, 3, 4)    # (P, B, L, H / P, D): x[i] is for rank i
-    x = AllToAll.apply(x.contiguous(), group)                # the same shape: x[i] is rank i's rows
-    return x.transpose(0, 1).reshape(B, P * L, H // P, D)    # (B, P L, H / P, D)
-
-def to_tokens(x, group):
-    """The way back: (B, P L, H / P, D) -> (B, L, H, D)."""
-    B, rows, heads, D = x.shape
-    P = dist.get_world_size(group)
-    x = x.view(B, P, rows // P, heads, D).transpose(0, 1)    # (P, B, L, H / P, D): x[i] is for rank i
-    x = AllToAll.apply(x.contiguous(), group)                # the same shape: x[i] is rank i's heads
-    return x.permute(1, 2, 0, 3, 4).reshape(B, rows // P, P * heads, D)  # (B, L, H, D)
-
 def attend_sdpa(q, k, v, past_k, past_v, docs, group=None):
     """The drawing as it stands: the keys of all steps, the mask, one call. Memory grows with T * T."""
     past_k = past_k + [k]
@@ -449,14 +434,16 @@ BACKENDS = {"sdpa": attend_sdpa, "fa": attend_fa, "usp": attend_usp}
 # ---- Mixture of experts --------------------------------------------------------------------------
 
 class Router(nn.Module):
-    """Sigmoid router, fp32 in a bf16 model too. balance_experts moves the bias, which only chooses."""
+    """Scores experts, in fp32 in a bf16 model too. A sigmoid router has a bias, which only chooses;
+    balance_experts moves it."""
     def __init__(self, config):
         super().__init__()
         self.config = config
         E, C = config.n_routed_experts, config.hidden_size
         dtype = fp32(torch.get_default_dtype())
         self.weight = nn.Parameter(torch.empty(E, C, dtype=dtype))
-        self.register_buffer("e_score_correction_bias", torch.zeros(E, dtype=dtype))
+        if config.scoring_func == "sigmoid":
+            self.register_buffer("e_score_correction_bias", torch.zeros(E, dtype=dtype))
 
     def _apply(self, fn, recurse=True):
         """What .to() and .bfloat16() call: they may move these tensors, not round them."""
@@ -468,8 +455,13 @@ class Router(nn.Module):
     def forward(self, x):
         """x (N, C) -> weights (N, A) at least fp32, chosen experts (N, A) int64."""
         cfg = self.config
-        scores = F.linear(x.to(self.weight.dtype), self.weight).sigmoid()  # (N, E)
-        choice = scores.detach() + self.e_score_correction_bias
+        logits = F.linear(x.to(self.weight.dtype), self.weight)            # (N, E)
+        if cfg.scoring_func == "softmax":
+            scores = logits.softmax(-1)
+            choice = scores.detach()
+        else:
+            scores = logits.sigmoid()
+            choice = scores.detach() + self.e_score_correction_bias
         if cfg.n_group > 1:
             choice = self.best_groups_only(choice)
         chosen = choice.topk(cfg.num_experts_per_tok, dim=-1).indices      # (N, A)
@@ -522,14 +514,15 @@ def experts(x, chosen, weights, gate_up_proj, down_proj):
     if kernels_take(x, x.shape[-1], down_proj.shape[-1]):
         y, *_ = torch.ops.mtp_kernels.experts_forward(x, chosen, weights, gate_up_proj, down_proj)
         return y
-    # F.grouped_mm wants rows of 16 bytes and has no float64.
+    # F.grouped_mm wants rows of 16 bytes, has no float64 and, under torch.compile, bf16 alone.
     aligned = all(width * x.element_size() % 16 == 0 for width in down_proj.shape[1:])
-    if aligned and x.dtype != torch.float64:
+    traced = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
+    if aligned and not traced and x.dtype != torch.float64:
         return experts_grouped(x, chosen, weights, gate_up_proj, down_proj)
     return experts_ref(x, chosen, weights, gate_up_proj, down_proj)
 
 class MLP(nn.Module):
-    """silu(gate) * up -> down: the shared expert."""
+    """silu(gate) * up -> down: a shared expert, or what a dense layer has instead of experts."""
     def __init__(self, hidden_size, width):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, width, bias=False)
@@ -540,8 +533,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 class MoE(nn.Module):
-    """Routed experts, weights fused, and the shared expert, which has weight 1."""
-
+    """Routed experts, weights fused, and the shared expert, times 1 or a gate's sigmoid."""
     def __init__(self, config):
         super().__init__()
         E, C = config.n_routed_experts, config.hidden_size
@@ -549,40 +541,51 @@ class MoE(nn.Module):
         self.gate = Router(config)
         self.experts = nn.ParameterDict([  # the keys of a dict would be sorted
             ("gate_up_proj", torch.empty(E, 2 * width, C)), ("down_proj", torch.empty(E, C, width))])
-        self.shared_experts = None
-        if config.n_shared_experts:
+        self.shared_experts = self.shared_expert_gate = None
+        if config.shared_expert_intermediate_size:
+            self.shared_experts = MLP(C, config.shared_expert_intermediate_size)
+            self.shared_expert_gate = nn.Linear(C, 1, bias=False)
+        elif config.n_shared_experts:
             self.shared_experts = MLP(C, config.n_shared_experts * width)
 
     def forward(self, x):
         """x (B, T, C) -> y (B, T, C), chosen experts (B, T, A)."""
         B, T, C = x.shape
-        rows = x.flatten(0, 1)                 # (N, C)
-        weights, chosen = self.gate(rows)
-        y = experts(rows, chosen, weights, self.experts["gate_up_proj"], self.experts["down_proj"])
+        with torch.autocast(x.device.type, enabled=False):  # router in fp32, experts in their dtype
+            rows = x.flatten(0, 1).to(self.experts["down_proj"].dtype)  # (N, C)
+            weights, chosen = self.gate(rows)
+            y = experts(rows, chosen, weights, *self.experts.values())
         y = y.view(B, T, C)                    # (B, T, C)
-        if self.shared_experts is not None:
+        if self.shared_expert_gate is not None:
+            y = y + self.shared_expert_gate(x).sigmoid() * self.shared_experts(x)
+        elif self.shared_experts is not None:
             y = y + self.shared_experts(x)
         return y, chosen.view(B, T, -1)        # (B, T, A)
 
 # ---- The draft -----------------------------------------------------------------------------------
 
 class DecoderLayer(nn.Module):
-    """Pre-norm decoder layer: attention, then experts."""
+    """Pre-norm decoder layer: attention, then experts or a dense MLP."""
     def __init__(self, config):
         super().__init__()
         self.config = config
-        C, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(C, eps=eps)
+        C = config.hidden_size
+        self.input_layernorm = RMSNorm(C, config)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(C, eps=eps)
-        self.mlp = MoE(config)
+        self.post_attention_layernorm = RMSNorm(C, config)
+        self.mlp = MoE(config) if config.n_routed_experts else MLP(C, config.intermediate_size)
 
     def forward(self, z, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None):
         """z (B, T, C) -> r (B, T, C), past_k, past_v, chosen experts (B, T, A). No final norm."""
         x = self.input_layernorm(z)
         out, past_k, past_v = self.self_attn(x, position_ids, past_k, past_v, docs, attend, group)
         u = z + out
-        y, chosen = self.mlp(self.post_attention_layernorm(u))
+        x = self.post_attention_layernorm(u)
+        if self.config.n_routed_experts:
+            y, chosen = self.mlp(x)
+        else:
+            y = self.mlp(x)
+            chosen = x.new_empty(*x.shape[:2], 0, dtype=torch.long)
         return u + y, past_k, past_v, chosen
 
 class MTP(DecoderLayer):
@@ -592,11 +595,11 @@ class MTP(DecoderLayer):
 
     def __init__(self, config):
         super().__init__(config)
-        C, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = nn.RMSNorm(C, eps=eps)
-        self.hnorm = nn.RMSNorm(C, eps=eps)
+        C = config.hidden_size
+        self.enorm = RMSNorm(C, config)
+        self.hnorm = RMSNorm(C, config)
         self.eh_proj = nn.Linear(2 * C, C, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(C, eps=eps)})
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(C, config)})
         init_weights(self, config.initializer_range)
 
     def set_target(self, embed_weight, lm_head_weight):
@@ -610,9 +613,6 @@ class MTP(DecoderLayer):
                     f"{name} is on {tensor.device}, the draft on {device}: move one")
             frozen = tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach()
             object.__setattr__(self, name, frozen)  # past nn.Module's registry
-
-    def logits(self, n):
-        return F.linear(n.to(self.lm_head_weight.dtype), self.lm_head_weight)
 
     def forward(self, tokens, hidden, position_ids, past_k, past_v, docs, attend=attend_sdpa,
                 group=None, zero_first=False):
@@ -720,6 +720,40 @@ def valid_counts(loss_mask, doc_ids, ttt_length, *, batch, length):
     given = [x for x in (loss_mask, doc_ids) if x is not None]
     docs = Documents(doc_ids, batch, length, given[0].device if given else "cpu")
     return valid_rows(loss_mask, docs, ttt_length).sum((1, 2))
+
+# ---- The exchange between ranks ------------------------------------------------------------------
+
+class AllToAll(torch.autograd.Function):
+    """x[i] goes to rank i of the group, what comes from rank i becomes out[i]; its own backward."""
+    bytes_sent = 0  # by this process, to other ranks
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        AllToAll.bytes_sent += x.nbytes // len(x) * (len(x) - 1)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return AllToAll.apply(dout.contiguous(), ctx.group), None
+
+def to_heads(x, group):
+    """All heads of this rank's rows -> all rows of its heads: (B, L, H, D) -> (B, P L, H / P, D)."""
+    B, L, H, D = x.shape
+    P = dist.get_world_size(group)
+    x = x.view(B, L, P, H // P, D).permute(2, 0, 1, 3, 4)    # (P, B, L, H / P, D): x[i] is for rank i
+    x = AllToAll.apply(x.contiguous(), group)                # the same shape: x[i] is rank i's rows
+    return x.transpose(0, 1).reshape(B, P * L, H // P, D)    # (B, P L, H / P, D)
+
+def to_tokens(x, group):
+    """The way back: (B, P L, H / P, D) -> (B, L, H, D)."""
+    B, rows, heads, D = x.shape
+    P = dist.get_world_size(group)
+    x = x.view(B, P, rows // P, heads, D).transpose(0, 1)    # (P, B, L, H / P, D): x[i] is for rank i
+    x = AllToAll.apply(x.contiguous(), group)                # the same shape: x[i] is rank i's heads
+    return x.permute(1, 2, 0, 3, 4).reshape(B, rows // P, P * heads, D)  # (B, L, H, D)
 
 # ---- The loss ------------------------------------------------------------------------------------
 #
@@ -983,16 +1017,58 @@ def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length,
     require(shape == expected,
             f"hidden_states has shape {shape}, expected (B, rows, C) = {expected}")
 
+# ---- RoPE of longer contexts ---------------------------------------------------------------------
+
+def rope_frequencies(config, half, dtype, device):
+    """(half,) by how much dim i turns per position, together with dim i + half, and a factor of cos
+    and sin. rope_scaling stretches a context of original_max_position_embeddings by `factor`: slow
+    dims turn slower, fast ones as ever, others in between (Llama 3.1; YaRN, arXiv 2309.00071)."""
+    dims = torch.arange(half, dtype=dtype, device=device)
+    frequency = 1.0 / config.rope_theta ** (dims / half)
+    scaling = config.rope_scaling
+    if not scaling:
+        return frequency, 1.0
+
+    length = scaling["original_max_position_embeddings"]
+    slower = 1.0 / scaling["factor"]
+    if scaling["rope_type"] == "llama3":
+        turns = length * frequency / (2 * math.pi)  # of each dim over the original context
+        low = scaling["low_freq_factor"]
+        kept = (turns - low) / (scaling["high_freq_factor"] - low)
+        return frequency * (slower + (1 - slower) * kept.clamp(0, 1)), 1.0
+
+    def dim_of(turns):  # the dim, a fraction, that turns so often over the original context
+        return half * math.log(length / (turns * 2 * math.pi)) / math.log(config.rope_theta)
+
+    first = max(math.floor(dim_of(scaling.get("beta_fast", 32))), 0)
+    last = min(math.ceil(dim_of(scaling.get("beta_slow", 1))), 2 * half - 1)
+    slowed = (dims - first) / max(last - first, 0.001)
+    factor = 0.1 * math.log(scaling["factor"]) + 1.0
+    return frequency * (1 + (slower - 1) * slowed.clamp(0, 1)), factor
+
 # ---- What a trainer needs besides ----------------------------------------------------------------
+
+def spans(docs):
+    """[(b, start, stop)] of every document of a Documents. Reads the tensors: for a CPU."""
+    found = []
+    for b, row in enumerate(docs.document.cpu()):
+        numbers, lengths = row.unique_consecutive(return_counts=True)
+        stop = 0
+        for number, length in zip(numbers.tolist(), lengths.tolist()):
+            start, stop = stop, stop + length
+            if number > 0:
+                found.append((b, start, stop))
+    return found
 
 @torch.no_grad()
 def init_weights(module, std, generator=None):
-    """From scratch: norms 1, matrices normal(0, std), biases 0."""
+    """From scratch: norms multiply by 1, matrices normal(0, std), biases 0."""
+    one = 0.0 if module.config.zero_centered_norm else 1.0
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.dim() > 1:
             tensor.normal_(0.0, std, generator=generator)
         else:
-            tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            tensor.fill_(one if name.endswith("norm.weight") else 0.0)
 
 @torch.no_grad()
 def balance_experts(bias, load, rate):
@@ -1013,6 +1089,7 @@ def why_not_fa(device_type, dtype):
 # ---- Everything above needs only torch and may be copied as is. Below: data, distributed, training. ----
 
 import argparse
+import copy
 import hashlib
 import inspect
 import json
@@ -1622,7 +1699,8 @@ def shard(ttt, mesh):
     """FSDP2: a rank keeps a slice of the weights and of their optimizer state; gradients are
     summed. The fp32 router stays whole: weights that are gathered together have one dtype."""
     policy = MixedPrecisionPolicy(reduce_dtype=fp32(ttt.draft.eh_proj.weight.dtype))
-    fully_shard(ttt, mesh=mesh, mp_policy=policy, ignored_params={ttt.draft.mlp.gate.weight})
+    routers = {p for name, p in ttt.draft.named_parameters() if name == "mlp.gate.weight"}
+    fully_shard(ttt, mesh=mesh, mp_policy=policy, ignored_params=routers)
     ttt.set_gradient_divide_factor(1.0)
     ttt.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
 
@@ -1847,7 +1925,6 @@ class AnswerOptions(TargetOptions):
 @command_options
 class GenerateConfig(DraftOptions, AnswerOptions):
     prompt: str = flag(None, "text to continue")
-    temperature: float = flag(0.0, "of sampling; 0: greedy decoding")
 
 @command_options
 class GenerateDataConfig(AnswerOptions):
@@ -2078,7 +2155,7 @@ def walk(hits, loss_mask, docs):
 
     document = docs.document - 1  # -1 in padding
     texts = document.masked_fill(loss_mask == 0, -1)
-    for b, start, stop in Documents(texts, *texts.shape, texts.device).spans():
+    for b, start, stop in spans(Documents(texts, *texts.shape, texts.device)):
         follows = start > 0 and document[b, start - 1] == document[b, start]
         root = start - 1 if follows else start
         while root + 2 < stop:  # the first token to draft is x[root + 2]
@@ -2228,6 +2305,7 @@ def train_loop(cfg, run, optimizer, progress, sequences, held, scratch):
     balance_rate = cfg.balance_rate
     if balance_rate is None:
         balance_rate = 0.01 if scratch else 0.0
+    router_bias = dict(run.model.named_buffers()).get("mlp.gate.e_score_correction_bias")
     signals = watch_signals()
     ranks = run.ranks
     bar = tqdm(total=cfg.steps, initial=progress.step, desc="train", disable=ranks.rank > 0)
@@ -2246,17 +2324,17 @@ def train_loop(cfg, run, optimizer, progress, sequences, held, scratch):
         progress.tokens += tokens
         if math.isfinite(norm + loss + sums.sum()):
             optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
-            if balance_rate:  # else not even re-centred
-                balance_experts(run.model.mlp.gate.e_score_correction_bias, load, balance_rate)
+            if balance_rate and router_bias is not None:  # else not even re-centred
+                balance_experts(router_bias, load, balance_rate)
             progress.skipped_in_a_row = 0
 
             seconds = time.perf_counter() - began
-            share = load / load.sum().clamp(min=1)
+            share = (load / load.sum().clamp(min=1)).tolist()  # [] of a dense draft
             line = dict(step=progress.step, loss=loss.item(), **acceptance(sums),
                         tokens_per_second=tokens / seconds, data_seconds=run.data_seconds,
                         compute_seconds=seconds - run.data_seconds,
                         fill_ratio=tokens / (cfg.batch_size * cfg.seq_len),
-                        top_expert_share=share.max().item(), low_expert_share=share.min().item(),
+                        top_expert_share=max(share, default=0), low_expert_share=min(share, default=0),
                         peak_memory=peak_memory(ranks.device), bytes_sent=AllToAll.bytes_sent,
                         tokens=progress.tokens, skipped=progress.skipped,
                         bad_samples=progress.bad_samples, grad_norm=norm, lr=lr)
@@ -2402,7 +2480,8 @@ class Drafter:
             torch.tensor([tokens], device=device), hidden, positions, self.past_k, self.past_v,
             None, attend_decode, zero_first=self.zero_first)
         fed = r if self.recycle == "pre" else n
-        return self.model.logits(n[:, -1]).argmax().item(), fed[:, -1:]
+        logits = F.linear(n[0, -1].to(self.model.lm_head_weight.dtype), self.model.lm_head_weight)
+        return logits.argmax().item(), fed[:, -1:]
 
     def draft(self, tokens, hidden, start, K):
         """K tokens to follow `tokens`, verified, the first at position start + 1; hidden: from row
@@ -2416,27 +2495,6 @@ class Drafter:
             drafted.append(token)
         return drafted
 
-def distribution(logits, temperature):
-    """(N, V): what tokens are drawn from; temperature 0 is greedy decoding, all on the argmax."""
-    if temperature > 0:
-        return (logits.float() / temperature).softmax(-1)
-    return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-
-def verify(p, q, drafted):
-    """How many drafted tokens stand, and the token after them, as if drawn from p (K + 1, V). Token
-    x, drawn from q (K, V), stands with chance min(1, p[x] / q[x]); the first to fall is replaced by
-    one of (p - q)+ (Leviathan et al. 2023)."""
-    at = torch.tensor(drafted, dtype=torch.long, device=p.device)[:, None]
-    stands = torch.rand(at.shape, device=p.device) * q.gather(1, at) < p[:-1].gather(1, at)
-    n = int(stands.cumprod(0).sum())
-
-    rest = p[n]
-    if n < len(drafted):
-        rest = (p[n] - q[n]).clamp(min=0)
-    if not rest.any():  # p = q up to rounding
-        rest = p[n]
-    return n, rest.multinomial(1).item()
-
 class Decoding(NamedTuple):
     ids: list      # prompt and all that was decoded
     answer: list   # what was decoded, cut at the limit or the end token
@@ -2444,36 +2502,39 @@ class Decoding(NamedTuple):
     speed: float   # tokens of the answer per second
 
 @torch.no_grad()
-def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=(), temperature=0.0):
-    """Greedy decoding or sampling after `prompt` (ids), K drafted tokens verified per round; K = 0:
-    plain."""
+def decode(target, prompt, max_new_tokens, drafter=None, K=0, eos=()):
+    """Greedy decoding after `prompt` (ids), K drafted tokens verified per round; K = 0: plain."""
     from transformers import DynamicCache
     began = time.perf_counter()
     device = target.model.device
     past = DynamicCache(config=target.model.config)
+    recurrent = "linear_attention" in target.config.get("layer_types", ())
     tokens = list(prompt)  # all that is verified
     drafted = []           # a guess of what follows
     rounds = []
     start = 0              # the drafter has run the rows before
+    cached = 0             # the target has, too, and the cache holds them
 
     while True:
-        new = tokens[past.get_seq_length():] + drafted
+        new = tokens[cached:] + drafted
+        before = copy.deepcopy(past) if recurrent and drafted else None
         hidden = target.model.base_model(
             torch.tensor([new], device=device), use_cache=True,
             **{target.cache_name: past}).last_hidden_state.to(target.device)
         judged = hidden[0, -len(drafted) - 1:].to(target.lm_head.dtype)
-        p = distribution(F.linear(judged, target.lm_head), temperature)
-
-        guess = torch.tensor(drafted, dtype=torch.long, device=target.device)
-        q = F.one_hot(guess, p.shape[-1]).float()  # drafts are greedy
-        n, token = verify(p, q, drafted)
+        chosen = F.linear(judged, target.lm_head).argmax(-1).tolist()  # after each of `new`'s last tokens
+        n = len(os.path.commonprefix([drafted, chosen]))
         if drafted:
             rounds.append(n)
+        hidden = hidden[:, start - cached:len(tokens) + n - cached]
         refused = len(drafted) - n
-        if refused:
-            past.crop(-refused)
-        hidden = hidden[:, :hidden.shape[1] - refused]
-        tokens += drafted[:n] + [token]
+        if refused and recurrent:  # a state that cannot forget: go back, run what stands again
+            past = before
+        else:
+            cached = len(tokens) + n
+            if refused:
+                past.crop(-refused)
+        tokens += drafted[:n] + [chosen[n]]
 
         answer = tokens[len(prompt):]
         ends = [i for i, x in enumerate(answer) if x in eos]
@@ -2520,9 +2581,8 @@ def evaluate_command(cfg):
         f"{len(sequences)} sequences of {cfg.seq_len} counted")
 
 def generate_command(cfg):
-    """Continue a prompt by speculative and by plain decoding; compare tokens (if greedy), time."""
-    require(cfg.prompt and cfg.temperature >= 0,
-            "--prompt TEXT is missing, or --temperature is below 0")
+    """Continue a prompt greedily, by speculative and by plain decoding; compare tokens and time."""
+    require(cfg.prompt, "--prompt TEXT is missing")
     model, target, _, options = open_draft(cfg)
     K = options.pop("ttt_length")
     tokenizer = target.tokenizer
@@ -2535,9 +2595,8 @@ def generate_command(cfg):
     eos = target.model.generation_config.eos_token_id
     if not isinstance(eos, list):
         eos = [eos]
-    temperature = cfg.temperature
-    plain = decode(target, ids, length, eos=eos, temperature=temperature)
-    fast = decode(target, ids, length, Drafter(model, **options), K, eos, temperature)
+    plain = decode(target, ids, length, eos=eos)
+    fast = decode(target, ids, length, Drafter(model, **options), K, eos)
 
     rounds = max(1, len(fast.rounds))
     stood = [sum(n > k for n in fast.rounds) / rounds for k in range(K)]
@@ -2546,10 +2605,7 @@ def generate_command(cfg):
           f"{len(fast.rounds)} rounds; accepted per position {shown}\n"
           f"tokens/s, here, where it is a check: {fast.speed:.1f} with drafting, "
           f"{plain.speed:.1f} without")
-    if temperature > 0:
-        print(f"sampled at temperature {temperature}")
-    else:
-        check_lossless(target, ids, plain.answer, fast.answer)
+    check_lossless(target, ids, plain.answer, fast.answer)
 
 @torch.no_grad()
 def check_lossless(target, prompt, plain, fast):
