@@ -4965,10 +4965,64 @@ def vllm(jobs, folder):
     jobs = [{k: str(v) if isinstance(v, Path) else v for k, v in job.items()} for job in jobs]
     (folder / "driver.py").write_text(VLLM_DRIVER)
     (folder / "jobs.json").write_text(json.dumps(jobs))
+    no_torchvision(folder)
     done = subprocess.run([python, folder / "driver.py", folder / "jobs.json", folder / "results.json"],
-                          capture_output=True, text=True, cwd=folder)
+                          capture_output=True, text=True, cwd=folder,
+                          env={**os.environ, "PYTHONPATH": str(folder / "stub")})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return json.loads((folder / "results.json").read_text())
+
+
+INERT = """
+class Kind(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Kind(name, (), {})
+"""
+
+
+def no_torchvision(folder):
+    """An inert torchvision in folder/stub: vLLM's Qwen3.5 module imports an image processor that wants one, and
+    PyPI's does not load beside the CPU's torch. No image is seen here."""
+    root = folder / "stub/torchvision"
+    for name in ("", "io", "transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional"):
+        path = root.joinpath(*name.split(".")) if name else root
+        file = path / "__init__.py" if name in ("", "transforms", "transforms.v2") else path.with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(INERT)
+    about = folder / "stub/torchvision-0.28.0.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+
+
+def served_qwen(path, family, kinds, dtype=torch.float32, seed=0):
+    """A random Qwen target of a size that vLLM's CPU kernels take, layers of `kinds`, saved by transformers."""
+    import transformers
+    torch.manual_seed(seed)
+    sizes = dict(vocab_size=100, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                 intermediate_size=256, num_hidden_layers=len(kinds), layer_types=kinds, num_experts=4,
+                 num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+                 linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
+                 linear_value_head_dim=64, max_position_embeddings=256, tie_word_embeddings=False,
+                 initializer_range=0.2, bos_token_id=None, eos_token_id=0, pad_token_id=None)
+    stem = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_next": "Qwen3Next"}[family]
+    text = "Text" if "text" in family else ""
+    config = getattr(transformers, f"{stem}{text}Config")(**sizes)
+    model = getattr(transformers, f"{stem}ForCausalLM")(config)
+    for name, tensor in model.named_parameters():
+        if name.endswith("norm.weight"):
+            tensor.data.uniform_(-0.5, 0.5)
+        elif name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+            tensor.data *= 0.15
+    model.to(dtype).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
 
 
 def target_in(path):
@@ -4990,9 +5044,15 @@ PROMPTS = [[5, 17, 80, 33, 2, 61, 9], [90, 4, 4, 71], [12]]
 
 
 @pytest.mark.serve
-@pytest.mark.parametrize("family, recycle, other", [("glm4_moe", "pre", "post"), ("hy_v3", "post", "pre")])
-def test_vllm_drafts_our_chains(tmp_path, family, recycle, other):
-    source = tiny_target(tmp_path / "target", family, native=0, embed_std=0.5)
+@pytest.mark.parametrize("family, recycle, other, zero", [
+    ("glm4_moe", "pre", "post", True), ("hy_v3", "post", "pre", True), ("qwen3_5_text", "post", "pre", False),
+    ("qwen3_5_moe_text", "post", "pre", False), ("qwen3_next", "post", "pre", False)])
+def test_vllm_drafts_our_chains(tmp_path, family, recycle, other, zero):
+    """Of a Qwen, whose linear attention vLLM wants in bf16 on a CPU, with layers of full attention."""
+    if zero:
+        source = tiny_target(tmp_path / "target", family, native=0, embed_std=0.5)
+    else:
+        source = served_qwen(tmp_path / "target", family, ["full_attention"] * 2)
     draft_of(source, tmp_path / "draft", "vllm")
     convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
     results = vllm([dict(model=tmp_path / "out", K=K, prompts=PROMPTS, max_tokens=16, max_model_len=128)
@@ -5009,14 +5069,14 @@ def test_vllm_drafts_our_chains(tmp_path, family, recycle, other):
             for root, drafted in chains:
                 if root + 2 > len(tokens):  # drafted after the last token that was kept
                     continue
-                ours = rollout(mtp.Drafter(model, recycle, True), target, tokens[:root + 2], K)
+                ours = rollout(mtp.Drafter(model, recycle, zero), target, tokens[:root + 2], K)
                 assert drafted == ours, (K, root)
                 compared += 1
-                differ += drafted != rollout(mtp.Drafter(model, other, True), target, tokens[:root + 2], K)
-                first += drafted != rollout(mtp.Drafter(model, recycle, False), target, tokens[:root + 2], K)
+                differ += drafted != rollout(mtp.Drafter(model, other, zero), target, tokens[:root + 2], K)
+                first += drafted != rollout(mtp.Drafter(model, recycle, not zero), target, tokens[:root + 2], K)
         assert compared >= 20
         assert differ > compared // 4 if K > 1 else differ == 0  # recycling starts at the second step
-        print(f"{family} K={K}: {compared} equal; {differ} differ with {other}, {first} without zeroing")
+        print(f"{family} K={K}: {compared} equal; {differ} differ with {other}, {first} with zeroing {not zero}")
     assert first > 0
 
 
