@@ -305,13 +305,14 @@ class Family(NamedTuple):
     second: str = "model.layers.{M}."  # of those of a further one, M = N + 1
     layer: str = ""  # after prefix: of the tensors that a main layer has, too
     alike: bool = True  # do main layers have the MTP layer's shapes?
+    fused: bool = False  # may all experts be stored as one tensor?
     embed: str = "model.embed_tokens.weight"
     write: Callable = one_layer  # (text of config.json, names) -> text of OUT's
     dense: bool = False  # no MTP layer of its own: written in another family's layout
 
 
 QWEN = Family(
-    qwen3_5, prefix="mtp.", second="mtp.layers.1.", layer="layers.0.", alike=False,
+    qwen3_5, prefix="mtp.", second="mtp.layers.1.", layer="layers.0.", alike=False, fused=True,
     write=qwen3_5_layer, keys={"num_experts": "n_routed_experts"},
     names={"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc",
            "shared_head.norm": "norm", "input_layernorm": "layers.0.input_layernorm",
@@ -514,10 +515,11 @@ def mlp_shapes(prefix, width, C):
             prefix + "down_proj.weight": (C, width)}
 
 
-def fused_experts(names, prefix):
+def fused_experts(layout, names, prefix):
     """Are the experts of a checkpoint's MTP layer, or else of its main layers, stored in one tensor?"""
     own = [name for name in names if name.startswith(prefix)]
-    return any(name.endswith("mlp.experts.gate_up_proj") for name in own or names)
+    return FAMILIES[layout].fused and any(
+        name.endswith("mlp.experts.gate_up_proj") for name in own or names)
 
 
 def unfused(name, tensor):
@@ -567,7 +569,8 @@ def expected_layer(config, names, prefix):
     """{checkpoint name: shape} of the MTP layer that a config.json implies, tensor names filling gaps."""
     shapes = layer_shapes(draft_config(config, names))
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    tensors = layer_tensors(state, config["model_type"], prefix, fused_experts(names, prefix))
+    layout = config["model_type"]
+    tensors = layer_tensors(state, layout, prefix, fused_experts(layout, names, prefix))
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
@@ -677,8 +680,9 @@ def read_layer(checkpoint, prefix, state):
     """Copy a checkpoint's own MTP layer into the tensors of state, a draft's state_dict(), in place.
     A ValueError lists what is missing or misshapen."""
     wrong = []
-    fused = fused_experts(checkpoint.files, prefix)
-    for name, views in stored_views(state, checkpoint.config["model_type"], prefix, fused).items():
+    layout = checkpoint.config["model_type"]
+    fused = fused_experts(layout, checkpoint.files, prefix)
+    for name, views in stored_views(state, layout, prefix, fused).items():
         if name not in checkpoint.files:
             wrong.append(f"{name} is missing")
             continue
@@ -902,7 +906,7 @@ def make_plan(draft, state, source, layout, draft_only=False):
         config = source.family.write(source.checkpoint.text, source.entries)
         names = {name: name for name in source.kept()}
 
-    fused = layout == source.config["model_type"] and fused_experts(source.entries, source.prefix)
+    fused = fused_experts(layout, source.entries, source.prefix)
     new = {name: tensor.to(source.dtype(name, tensor))
            for name, tensor in layer_tensors(state, layout, source.prefix, fused).items()}
     if "quantization_config" in source.config:
