@@ -1212,6 +1212,70 @@ def no_load(result):
     return result[0]._replace(expert_load=result[0].count), result[1]
 
 
+def plain_gradient(model, call):
+    model.zero_grad()
+    out = call()
+    out.loss.backward()
+    return out.loss.detach().float(), torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+
+OTHER_LOOPS = [{}, dict(hidden_size=32, moe_intermediate_size=16), QWEN_DENSE, QWEN_MOE]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("layer", range(len(OTHER_LOOPS)))
+def test_the_loss_runs_under_autocast(layer, kernels, monkeypatch):
+    """In bf16, for each backend: as near to fp32 as 8 bits get; routers and experts keep their own dtype."""
+    monkeypatch.setattr(mtp, "KERNELS", kernels and mtp.NO_KERNELS is None)
+    model = toy_draft(torch.float32, **OTHER_LOOPS[layer])
+    batch = toy_batch(model)
+    for backend in ("sdpa", "fa"):
+        loss, gradient = plain_gradient(model, lambda: mtp.ttt_loss(model, *batch, backend=backend))
+        with torch.autocast("cpu", torch.bfloat16):
+            found, rounded = plain_gradient(model, lambda: mtp.ttt_loss(model, *batch, backend=backend))
+        assert found != loss and abs(found - loss) < 0.02 * loss
+        assert F.cosine_similarity(rounded, gradient, dim=0) > 0.98
+
+
+COMPILED = [(True, 0, "aot_eager"), (False, 0, "aot_eager"),
+            *[pytest.param(True, i, "aot_eager", marks=pytest.mark.slow) for i in (1, 2, 3)],
+            pytest.param(False, 3, "aot_eager", marks=pytest.mark.slow),
+            pytest.param(True, 1, "inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kernels, layer, compiler", COMPILED)
+def test_a_compiled_draft_computes_what_the_plain_one_does(kernels, layer, compiler, monkeypatch):
+    """The draft in fp32, as another loop may compile it, and the whole call."""
+    monkeypatch.setattr(mtp, "KERNELS", kernels and mtp.NO_KERNELS is None)
+    model = toy_draft(torch.float32, **OTHER_LOOPS[layer])
+    batch = toy_batch(model)
+    loss, gradient = plain_gradient(model, lambda: mtp.ttt_loss(model, *batch, ttt_length=2))
+    torch._dynamo.reset()
+    call = torch.compile(lambda: mtp.ttt_loss(model, *batch, ttt_length=2), backend=compiler)
+    found, traced = plain_gradient(model, call)
+    torch._dynamo.reset()
+    assert abs(found - loss) < 1e-5 * loss
+    assert (traced - gradient).norm() < 1e-5 * gradient.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_experts_are_traced_in_every_dtype(dtype, monkeypatch):
+    """Without kernels: F.grouped_mm's shape rule takes bf16 alone."""
+    monkeypatch.setattr(mtp, "KERNELS", False)
+    torch.manual_seed(0)
+    E, N, A, C, width = 4, 10, 2, 16, 8
+    chosen, weights = torch.randint(E, (N, A)), torch.rand(N, A)
+    tensors = torch.randn(N, C), torch.randn(E, 2 * width, C), torch.randn(E, C, width)
+    x, gate_up, down = (t.to(dtype) for t in tensors)
+    torch._dynamo.reset()
+    traced = torch.compile(mtp.experts, backend="aot_eager")(x, chosen, weights, gate_up, down)
+    exact = [t.double() for t in tensors]
+    expected = mtp.experts_ref(exact[0], chosen, weights.double(), *exact[1:])
+    plain = mtp.experts(x, chosen, weights, gate_up, down)
+    worst = (plain.double() - expected).abs().max()
+    assert (traced.double() - expected).abs().max() <= 2 * worst
+
+
 # ---- Documents and counts ----------------------------------------------------------------------------------
 
 def test_documents_are_maximal_runs():
@@ -5024,10 +5088,10 @@ def served_qwen(path, family, kinds, dtype=torch.float32, seed=0):
     return path
 
 
-def target_in(path):
-    """A target without a tokenizer, fp32."""
+def target_in(path, dtype="float32"):
+    """A target without a tokenizer."""
     with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=None):
-        return mtp.Target(mtp.TrainConfig(target=str(path), dtype="float32"), path, torch.device("cpu"))
+        return mtp.Target(mtp.TrainConfig(target=str(path), dtype=dtype), path, torch.device("cpu"))
 
 
 def rollout(drafter, target, tokens, K):
@@ -5182,6 +5246,55 @@ def test_vllm_counts_what_generate_counts(tmp_path):
     assert result["drafts"] == len(rounds)
     assert result["accepted"] == [sum(n > k for n in rounds) for k in range(K)]
     assert 0.05 * len(rounds) < result["accepted"][0] < len(rounds)
+
+
+def trained_on_noise(target, path, steps=80):
+    """A draft for a target without a tokenizer, trained on random tokens, in path."""
+    model = mtp.MTP(target.draft_config).to(target.lm_head.dtype)
+    model.set_target(target.embed, target.lm_head)
+    optimizer, generator = mtp.MasterAdamW(model), torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        ids = torch.randint(len(target.lm_head), (8, 48), generator=generator)
+        hidden = torch.stack(target.states([mtp.Sample("", row, row >= 0) for row in ids]))
+        model.zero_grad()
+        mtp.ttt_loss(model, ids, hidden, backend="fa").loss.backward()
+        optimizer.step(0.01, 1.0)
+    meta = dict(ttt_length=3, engine="vllm", recycle="post", zero_first_embedding=False,
+                target=str(target.path), target_config_sha256=target.sha256)
+    mtp.save_draft(path, model, meta)
+    return model
+
+
+@pytest.mark.serve
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_vllm_drafts_over_linear_attention(tmp_path, family):
+    """bf16, a layer of linear attention below one of full: the text is vLLM's own without drafting up to a
+    tie in bf16's rounding (of experts' scores, too, which is not looked into), and as many drafts stand per
+    position as `eval` says of that text."""
+    source = served_qwen(tmp_path / "target", family, ["linear_attention", "full_attention"], torch.bfloat16)
+    target, K = target_in(source, "bfloat16"), 3
+    model = trained_on_noise(target, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    prompts = torch.randint(100, (6, 5), generator=torch.Generator().manual_seed(2)).tolist()
+    job = dict(model=tmp_path / "out", prompts=prompts, max_tokens=100, max_model_len=128, dtype="bfloat16")
+    drafted, plain = vllm([dict(job, K=K), dict(job, K=0)], tmp_path)
+    gaps = []
+    for ids, ours, theirs in zip(prompts, drafted["answers"], plain["answers"]):
+        at = len(os.path.commonprefix([ours, theirs]))
+        if at < len(ours):
+            logits = target.model(torch.tensor([ids + ours[:at]])).logits[0, -1].float()
+            first, second = logits[[ours[at], theirs[at]]].sort(descending=True).values.tolist()
+            gaps.append((first - second) / 2.0 ** (math.frexp(first)[1] - 8))
+    assert "moe" in family or all(gap <= 4 for gap in gaps), "ulps of bf16 between the tokens' logits"
+    texts = [torch.tensor(ids + answer) for ids, answer in zip(prompts, drafted["answers"])]
+    samples = [[mtp.Sample("t", text, torch.arange(len(text)) >= 5)] for text in texts]
+    run = mtp.Run(model, target, mtp.TrainConfig(), mtp.Ranks(), "fa", ttt_length=K, recycle="post",
+                  zero_first_embedding=False)
+    expected = mtp.evaluate(run, samples)["walk"]
+    found = [n / drafted["drafts"] for n in drafted["accepted"]]
+    print(f"{family}: {drafted['drafts']} rounds; accepted per position {found}, eval {expected}; of "
+          f"{len(prompts)} texts {len(gaps)} differ where two logits are {gaps} ulps apart")
+    assert 0.05 < found[0] < 0.95 and max(abs(a - b) for a, b in zip(found, expected)) < 0.02
 
 
 @pytest.mark.parametrize("shards", [1, 3])
