@@ -1141,12 +1141,13 @@ class Target:
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # it lists an MTP layer as unexpected; missing weights: below
 
-        self.path = convert.find_target(path)
+        self.path = convert.find_target(path, cfg.trust_remote_code)
         self.device = device
         self.stored = stored
         self.checkpoint = convert.Checkpoint(self.path)
         self.config = self.checkpoint.config
-        self.sha256 = convert.sha256(self.path / "config.json")
+        self.identity = convert.identity(self.checkpoint)
+        self.another = cfg.other_target  # may drafts and states be of another target?
 
         names = self.checkpoint.files
         sizes = {name: getattr(cfg, name, None) for name in convert.SIZES}  # only training has them
@@ -1154,24 +1155,42 @@ class Target:
         self.layout = convert.serving_layout(self.config, names)
 
         options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+        self.tokenizer = self.load(AutoTokenizer, **options)
         if stored:
             options["num_hidden_layers"] = 0
-        self.model, loading = AutoModelForCausalLM.from_pretrained(
-            self.path, dtype=cfg.dtype, device_map=cfg.target_device_map, use_safetensors=True,
-            output_loading_info=True, **options)
-        missing = sorted(loading["missing_keys"])[:5]
-        require(not missing, f"{self.path} lacks weights of the target: {', '.join(missing)}")
+        self.model, loading = self.load(
+            AutoModelForCausalLM, dtype=cfg.dtype, device_map=cfg.target_device_map,
+            use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options)
+        missing = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))[:5]
+        require(not missing, f"{self.path} lacks weights of the target, or they have other sizes than "
+                f"its config.json says: {', '.join(missing)}")
 
         self.model.eval().requires_grad_(False)
         if cfg.target_device_map is None:
             self.model.to(device)
         self.embed = self.model.get_input_embeddings().weight.detach().to(device)     # (V, C)
         self.lm_head = self.model.get_output_embeddings().weight.detach().to(device)  # (V, C)
+        for name, weight in {"embedding": self.embed, "lm_head": self.lm_head}.items():
+            usable = weight.is_floating_point() and weight.isfinite().all()
+            require(usable, f"the {name} of {self.path}, {weight.dtype}, is no matrix of finite floats")
 
         self.cache_name = "past_key_values"
         if "cache" in inspect.signature(self.model.base_model.forward).parameters:
             self.cache_name = "cache"  # since transformers 5.2x
+
+    def load(self, auto, **options):
+        """An object of one of transformers' Auto classes."""
+        try:
+            return auto.from_pretrained(self.path, **options)
+        except Exception as error:  # many kinds, also of packages that a quantisation needs
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"{auto.__name__} cannot load {self.path}: {reason}. A target that only an "
+                             "engine runs: --hidden-states with states that it stored") from None
+
+    def check_same(self, identity, what):
+        """Refuse what was made for another target, unless that is meant."""
+        if not self.another:
+            convert.require_same_target(self.identity, identity, what)
 
     @torch.no_grad()
     def states(self, samples, spans=None, budget=16384):
@@ -1376,8 +1395,8 @@ def open_stored(path, target):
     stage = meta.get("stage")
     require(layers or stage in ("post_norm", "pre_norm"),
             f"its metadata has stage {stage!r}, neither post_norm nor pre_norm")
-    require(meta.get("target_config_sha256", target.sha256) == target.sha256,
-            "comes from another target")
+    if "target_identity" in meta:
+        target.check_same(json.loads(meta["target_identity"]), "it")
     require(finite, "hidden_states holds nan or inf")
     return Sample("", ids, mask.bool(), path, document=meta.get("sample", ""))
 
@@ -1527,7 +1546,7 @@ def capture(cfg):
     ranks = start_ranks(cfg.device)
     target = open_target(cfg, ranks)
     meta = dict(stage="post_norm", dtype=str(target.lm_head.dtype),
-                target_config_sha256=target.sha256)
+                target_identity=json.dumps(target.identity))
 
     files = []  # (path, sample)
     for number, sample in enumerate(read_samples(cfg.data, target, cfg.seq_len, shortest=3)):
@@ -1767,7 +1786,7 @@ def save_draft(path, model, meta, rank=0):
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     with convert.atomic(Path(path) / "model.safetensors") as fresh:
         save_file(tensors, fresh, metadata={"format": "pt"})
-    config = {**asdict(model.config), **meta, "format": 1}
+    config = {**asdict(model.config), **meta, "format": 2}
     with convert.atomic(Path(path) / "config.json") as fresh:
         fresh.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -1847,6 +1866,7 @@ class TargetOptions:
     device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"])
     target_device_map: str = flag(None, "transformers' device_map for large targets, e.g. auto")
     trust_remote_code: bool = flag(False, "let the target's repository run its own code")
+    other_target: bool = flag(False, "use a draft or states that were made for another target")
     kernels: str = flag(
         "auto", "compiled kernels; auto: if they are built", choices=["auto", "on", "off"])
 
@@ -2182,14 +2202,17 @@ def make_draft(cfg, target, ranks):
     """The draft on its device, with the target's embedding and head; whether it is from scratch."""
     prefix = convert.mtp_prefix(target.config, target.checkpoint.files)
     require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
+    lost = convert.unlisted_layer(target.checkpoint)
+    require(not lost or cfg.init != "auto", f"{target.path} has an MTP layer in {lost}, which its index "
+            "does not name: add it there, or give --init scratch")
     model = MTP(target.draft_config).to(target.lm_head.dtype)
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
 
     scratch = False
     if os.path.isdir(cfg.init):
         draft, meta = load_draft(cfg.init)
-        same = meta["target_config_sha256"] == target.sha256 and draft.config == model.config
-        require(same, f"--init {cfg.init} was trained for another target or has other sizes")
+        target.check_same(meta["target_identity"], f"--init {cfg.init}")
+        require(draft.config == model.config, f"--init {cfg.init} has other sizes than this draft")
         model.load_state_dict(draft.state_dict())
     elif prefix and cfg.init != "scratch":
         convert.read_layer(target.checkpoint, prefix, model.state_dict())
@@ -2280,10 +2303,9 @@ def start_or_resume(cfg, run, optimizer, state):
     if state is not None:
         say(f"resuming from {state}")
         meta = json.loads((state.parents[1] / "config.json").read_text())
-        expected = {**asdict(run.model.config), "target_config_sha256": run.target.sha256}
-        same = all(meta.get(name) == value for name, value in expected.items())
-        require(same, f"{state} is of another target or of a draft of other sizes; "
-                "give another --out")
+        run.target.check_same(meta["target_identity"], str(state))
+        same = all(meta.get(name) == value for name, value in asdict(run.model.config).items())
+        require(same, f"{state} is of a draft of other sizes; give another --out")
         progress = load_state(state, run.model, optimizer)
 
     barrier(run.ranks)  # all have looked for states
@@ -2408,7 +2430,7 @@ def report(cfg, run, held, progress, label):
 def write_draft(path, cfg, run):
     meta = dict(ttt_length=cfg.ttt_length, engine=cfg.engine, recycle=run.options["recycle"],
                 zero_first_embedding=run.options["zero_first_embedding"],
-                target=str(run.target.path.resolve()), target_config_sha256=run.target.sha256)
+                target=str(run.target.path.resolve()), target_identity=run.target.identity)
     save_draft(path, run.model, meta, run.ranks.rank)
 
 def peak_memory(device):
@@ -2553,8 +2575,7 @@ def open_draft(cfg, backend="sdpa", sp=None):
     model, meta = load_draft(cfg.draft)
     ranks = start_ranks(cfg.device, backend, sp)
     target = open_target(replace(cfg, target=cfg.target or meta["target"]), ranks)
-    require(target.sha256 == meta["target_config_sha256"],
-            f"{cfg.draft} was trained for another target")
+    target.check_same(meta["target_identity"], cfg.draft)
     model.to(target.device, target.lm_head.dtype).set_target(target.embed, target.lm_head)
 
     recycle = meta["recycle"]

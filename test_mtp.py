@@ -27,7 +27,6 @@ import ctypes
 import dataclasses
 import functools
 import gc
-import hashlib
 import http
 import importlib
 import inspect
@@ -1925,7 +1924,7 @@ def test_training_goes_on_from_a_draft_directory(tiny, trained, tmp_path, capsys
     make_target(tmp_path / "other", seed=1)
     config = tmp_path / "other/config.json"
     config.write_text(config.read_text().replace('"rope_theta": ', '"rope_theta": 1'))
-    with pytest.raises(ValueError, match="trained for another target"):
+    with pytest.raises(ValueError, match="made for another target"):
         mtp.make_draft(mtp.TrainConfig(init=str(trained)), load_target(tmp_path / "other"), mtp.Ranks())
     assert mtp.main(["--init", "warmm"]) == 2
     assert "neither auto, warm, scratch nor a draft directory" in capsys.readouterr().err
@@ -1955,6 +1954,30 @@ def test_quantised_weights_are_dequantised(kind, code, tmp_path):
             assert found[i, j] == codes[i, j].float() * one
 
 
+@pytest.mark.parametrize("shape, weights", [
+    ((3, 3), dict(strategy="block", block_structure=[4, 6])),  # ragged
+    ((10, 2), dict(strategy="group", group_size=7)), ((5, 7), dict(strategy="block")),
+    ((10, 1), dict(strategy="channel")), ((1, 1), dict(strategy="tensor"))])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_codes_of_compressed_tensors_are_dequantised(shape, weights, zero_points, tmp_path):
+    """Blocks, groups, rows; asymmetric codes less their zero point. Element by element."""
+    torch.manual_seed(0)
+    codes = torch.randint(-100, 100, (10, 14), dtype=torch.int8)
+    state = {"a.weight": codes, "a.weight_scale": torch.rand(shape)}
+    if zero_points:
+        state["a.weight_zero_point"] = torch.randint(-20, 20, shape, dtype=torch.int8)
+    save_file(state, tmp_path / "model.safetensors")
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = convert.Checkpoint(tmp_path).read("a.weight")
+    high, wide = weights.get("block_structure", (10 // shape[0], 14 // shape[1]))
+    for i, j in itertools.product(range(10), range(14)):
+        at = i // high, j // wide
+        zero = state["a.weight_zero_point"][at].float() if zero_points else 0.0
+        assert found[i, j] == (state["a.weight"][i, j].float() - zero) * state["a.weight_scale"][at]
+
+
 def test_scales_that_do_not_fit_are_refused(tmp_path):
     save_file({"a.weight": torch.ones(10, 14, dtype=torch.int8), "a.weight_scale_inv": torch.ones(2, 3)},
               tmp_path / "model.safetensors")
@@ -1971,14 +1994,14 @@ def test_pickled_checkpoints_are_not_read(tmp_path):
 
 
 ABOUT = dict(ttt_length=3, engine="vllm", recycle="pre", zero_first_embedding=True, target="somewhere",
-             target_config_sha256="0")
+             target_identity={"config": "0"})
 
 
 def test_a_draft_survives_saving_and_loading(tmp_path):
     model = random_draft(demo_config(), 3).bfloat16()
     mtp.save_draft(tmp_path, model, ABOUT)
     loaded, meta = mtp.load_draft(tmp_path)
-    assert meta == dataclasses.asdict(model.config) | ABOUT | dict(format=1) and loaded.config == model.config
+    assert meta == dataclasses.asdict(model.config) | ABOUT | dict(format=2) and loaded.config == model.config
     for name, tensor in model.state_dict().items():
         found = loaded.state_dict()[name]
         assert torch.equal(found, tensor) and found.dtype == tensor.dtype
@@ -2023,7 +2046,7 @@ def test_a_draft_that_does_not_fit_its_config_is_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["engine"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="is not a draft's: format 1, expected 1; missing: engine"):
+    with pytest.raises(ValueError, match="is not a draft's: format 2, expected 2; missing: engine"):
         mtp.load_draft(tmp_path)
     with pytest.raises(ValueError, match="no config.json"):
         mtp.load_draft(tmp_path / "nowhere")
@@ -2758,7 +2781,7 @@ def test_capture_writes_what_is_missing_and_no_more(tiny, tmp_path, capsys):
         alone = target.model.base_model(sample.input_ids[None]).last_hidden_state[0]
         torch.testing.assert_close(found["hidden_states"], alone, rtol=1e-5, atol=1e-5)
     assert meta["stage"] == "post_norm" and meta["dtype"] == "torch.float32"
-    assert meta["target_config_sha256"] == hashlib.sha256((tiny[0] / "config.json").read_bytes()).hexdigest()
+    assert json.loads(meta["target_identity"]) == convert.identity(convert.Checkpoint(tiny[0]))
     files[5].unlink()
     (files[5].parent / f".{files[5].name}.partial").write_bytes(b"half")
     times = {file: file.stat().st_mtime_ns for file in files if file.exists()}
@@ -2799,7 +2822,7 @@ def test_training_from_stored_states_is_training_from_text(family, tie, init, tm
     hollow = without_layers(tmp_path / "target", tmp_path / "hollow")
     mtp.train(options(tiny, tmp_path / "text", init=init))
     with mock.patch.object(mtp, "Target", side_effect=mtp.Target) as opened:
-        mtp.train(options((hollow, None), tmp_path / "stored", init=init, data=None,
+        mtp.train(options((hollow, None), tmp_path / "stored", init=init, data=None, other_target=True,
                           hidden_states=[str(tmp_path / "states")]))
     assert opened.call_args.kwargs == dict(stored=True)
     for a, b in zip(metrics(tmp_path / "text"), metrics(tmp_path / "stored"), strict=True):
@@ -2856,7 +2879,7 @@ def test_a_document_is_held_out_whole(tiny, tmp_path, stored):
 BROKEN = {  # edit of (tensors, metadata), or of the bytes; the reason that is given
     "truncated": (lambda data: data[:-100], "file not fully covered"),
     "not-safetensors": (lambda data: b"nothing of the kind", "deserializing header"),
-    "other-target": (lambda t, m: m.update(target_config_sha256="f" * 64), "comes from another target"),
+    "other-target": (lambda t, m: m.update(target_identity='{"config": "f"}'), "made for another target"),
     "other-width": (lambda t, m: t.update(hidden_states=torch.zeros(t["input_ids"].numel(), 48)), "48.*, 32"),
     "too-short": (lambda t, m: t.update(hidden_states=t["hidden_states"][1:]), r"expected \(\d+, 32\)"),
     "nan": (lambda t, m: (m.pop("finite"), t["hidden_states"][3].fill_(math.nan)), "holds nan or inf"),
@@ -3207,7 +3230,7 @@ def test_a_run_of_another_target_is_not_resumed(tiny, uninterrupted, tmp_path, c
     arguments = flags((tmp_path / "other", tiny[1]), tmp_path / "run", resume="auto")
     assert mtp.main(arguments) == 2
     said = capsys.readouterr().err
-    assert "step-2 is of another target or of a draft of other sizes; give another --out" in said
+    assert "step-2 was made for another target, whose config differ" in said
     assert [path.name for path in mtp.saved_states(tmp_path / "run")] == ["step-2"]
 
 
@@ -3333,7 +3356,7 @@ def test_every_option_is_documented_in_help(capsys):
             if f.default not in (None, False, dataclasses.MISSING):
                 assert f"{f.metadata['help']} (default {f.default})" in said, flag
             found |= {flag}
-    assert len(found - {"run"}) == 39
+    assert len(found - {"run"}) == 40
     with pytest.raises(SystemExit):
         mtp.main(["--help"])
     said = capsys.readouterr().out
@@ -3363,7 +3386,7 @@ def test_another_target_than_the_drafts_own_is_refused(tiny, trained, tmp_path, 
     config = json.loads((tmp_path / "other/config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps({**config, "rope_theta": 5e5}))
     assert mtp.main(["eval", "--draft", str(trained), "--target", str(tmp_path / "other")]) == 2
-    assert "was trained for another target" in capsys.readouterr().err
+    assert "was made for another target, whose config differ" in capsys.readouterr().err
 
 
 def test_eval_and_generate_commands(tiny, trained, capsys):
@@ -4366,10 +4389,10 @@ def draft_of(target, path, engine="sglang", K=3, seed=7, model=None):
             warnings.simplefilter("ignore")
             model = mtp.MTP(read_config(config, names))
         randomise(model, seed)
-    sha = hashlib.sha256((target / "config.json").read_bytes()).hexdigest()
+    identity = convert.identity(convert.Checkpoint(target))
     recycle, zero = convert.engine_setting(convert.serving_layout(config, names), engine)
     mtp.save_draft(path, model, dict(ttt_length=K, engine=engine, recycle=recycle, zero_first_embedding=zero,
-                                     target=str(target), target_config_sha256=sha))
+                                     target=str(target), target_identity=identity))
     return path
 
 
@@ -4466,15 +4489,14 @@ def test_optional_copies_are_carried_and_stale_keys_are_not(tmp_path):
         assert torch.equal(found[f"model.layers.2.{name}"], copies[f"model.layers.2.{name}"])
 
 
-def test_config_text_is_kept(tmp_path):
-    odd = ('{\n\t"model_type" : "x",  "n": {"num_nextn_predict_layers": 3},\n "theta": 1.0E+4,\n'
-           '\t"num_nextn_predict_layers"  : 3}\n')
-    edited = convert.set_key(odd, "num_nextn_predict_layers", 1)
-    assert edited == odd.replace("layers\"  : 3", "layers\"  : 1")
-    added = convert.set_key('{\n    "a": 1.50\n}\n', "num_nextn_predict_layers", 1)
-    assert added == '{\n    "num_nextn_predict_layers": 1,\n    "a": 1.50\n}\n'
-    assert json.loads(convert.set_key("{}", "b", True)) == {"b": True}
-    assert json.loads(convert.set_key('{"a": [1, 2]}', "a", [3])) == {"a": [3]}
+def test_config_text_is_kept_unless_something_must_change():
+    odd = '{\n\t"model_type" : "x", "theta": 1.0E+4,\n "num_nextn_predict_layers"  : 1}'
+    assert convert.edited(odd, {"num_nextn_predict_layers": 1}) == odd
+    assert json.loads(convert.edited(odd, {"num_nextn_predict_layers": 2, "b": True})) == {
+        "model_type": "x", "theta": 1e4, "num_nextn_predict_layers": 2, "b": True}
+    nested = json.dumps({"model_type": "x", "text_config": {"a": 1}})
+    assert json.loads(convert.edited(nested, {"a": 2, "b": 3})) == {
+        "model_type": "x", "text_config": {"a": 2, "b": 3}}
 
 
 def test_hy_v3_config_gets_the_keys_that_vllm_reads(tmp_path):
@@ -4518,7 +4540,7 @@ def test_refusals_name_the_remedy(tmp_path, capsys):
     other = tiny_target(tmp_path / "other", "glm4_moe", rms_norm_eps=1e-6)
     cases = [((tmp_path / "draft", "--out", tmp_path / "draft"), "overwrite"),
              ((tmp_path / "draft", "--out", source, "--force"), "overwrite"),
-             ((tmp_path / "draft", "--out", tmp_path / "o", "--target", other), "trained for another target"),
+             ((tmp_path / "draft", "--out", tmp_path / "o", "--target", other), "made for another target"),
              ((tmp_path / "draft", "--out", tmp_path / "o", "--target", tmp_path / "nowhere"),
               "neither a directory"),
              ((tmp_path / "draft", "--out", tmp_path / "o", "--layout", "hy_v3"), "leave --layout out"),
@@ -4934,6 +4956,332 @@ def test_bailing_round_trip(tmp_path):
         read_config(config, {})
 
 
+# ---- What is refused: targets, checkpoints, drafts ---------------------------------------------------------
+
+def json_at(name, change):
+    """Change a JSON file of a folder: `change` edits its object, or is what the file becomes."""
+    def apply(folder):
+        path = folder / name
+        if not callable(change):
+            path.write_text(change)
+            return
+        held = json.loads(path.read_text())
+        change(held)
+        path.write_text(json.dumps(held))
+    return apply
+
+
+def said(**changes):
+    return json_at("config.json", lambda config: config.update(changes))
+
+
+def stored(change):
+    """Change the tensors of a folder's model.safetensors."""
+    def apply(folder):
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return apply
+
+
+def written(name, data):
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def spoilt(name, dtype=None):
+    """One value of a tensor becomes nan; or all of it is stored in another dtype."""
+    def change(state):
+        if dtype is None:
+            state[name].view(-1)[3] = float("nan")
+        else:
+            state[name] = state[name].to(dtype)
+    return stored(change)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+LAYER = "model.layers.2."
+BAD_TARGETS = {
+    "config-list": (json_at("config.json", "[1]"), "config.json holds a list, expected an object"),
+    "config-null": (json_at("config.json", "null"), "config.json holds a NoneType"),
+    "config-number": (json_at("config.json", "3"), "config.json holds a int"),
+    "config-text": (json_at("config.json", "hello"), "config.json is no JSON"),
+    "config-bytes": (written("config.json", b"\xff\xfe{"), "config.json is no JSON"),
+    "no-family": (said(model_type="deepseek_v3"), "deepseek_v3", "glm4_moe", "qwen3_5", "llama"),
+    "family-null": (said(model_type=None), "None", "glm4_moe"),
+    "family-list": (said(model_type=["glm4_moe"]), "glm4_moe"),
+    "heads-text": (said(num_attention_heads="4"), "num_attention_heads", "'4'"),
+    "heads-zero": (said(num_attention_heads=0), "num_attention_heads", "0"),
+    "heads-float": (said(num_attention_heads=4.5), "num_attention_heads", "4.5"),
+    "kv-heads": (said(num_key_value_heads=3), "num_key_value_heads", "3"),
+    "kv-zero": (said(num_key_value_heads=0), "num_key_value_heads", "0"),
+    "hidden-zero": (said(hidden_size=0), "hidden_size", "0"),
+    "hidden-negative": (said(hidden_size=-32), "hidden_size", "-32"),
+    "vocab-text": (said(vocab_size="62"), "vocab_size", "'62'"),
+    "vocab-bool": (said(vocab_size=True), "vocab_size", "True"),
+    "layers-text": (said(num_hidden_layers="2"), "num_hidden_layers", "2"),
+    "layers-zero": (said(num_hidden_layers=0), "num_hidden_layers", "0"),
+    "experts-negative": (said(n_routed_experts=-4), "n_routed_experts", "-4"),
+    "experts-per-token": (said(num_experts_per_tok=9), "num_experts_per_tok", "9"),
+    "eps-text": (said(rms_norm_eps="x"), "rms_norm_eps", "'x'"),
+    "theta-negative": (said(rope_parameters={"rope_theta": -1.0}), "rope_theta", "-1"),
+    "theta-text": (said(rope_parameters={"rope_theta": "x"}), "rope_theta", "'x'"),
+    "theta-zero": (said(rope_parameters={"rope_theta": 0}), "rope_theta", "0"),
+    "rope-list": (said(rope_parameters=[1]), "rope_parameters", "[1]"),
+    "rope-unknown": (said(rope_parameters={"rope_theta": 1e4, "rope_type": "ntk"}), "ntk", "yarn"),
+    "activation": (said(hidden_act="gelu"), "gelu"),
+    "rotary-odd": (said(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.1}), "RoPE turns 0"),
+    "embedding-nan": (spoilt("model.embed_tokens.weight"), "embedding", "finite"),
+    "head-nan": (spoilt("lm_head.weight"), "lm_head", "finite"),
+    "layer-nan": (spoilt(LAYER + "enorm.weight"), LAYER + "enorm.weight holds nan or inf"),
+    "layer-codes": (spoilt(LAYER + "eh_proj.weight", torch.float8_e4m3fn), "eh_proj", "no scale"),
+    "layer-integers": (spoilt(LAYER + "eh_proj.weight", torch.int32), "eh_proj", "int32"),
+    "layer-shape": (stored(lambda s: s.update({LAYER + "enorm.weight": torch.ones(5)})), "enorm", "(5,)"),
+    "layer-missing": (stored(lambda s: s.pop(LAYER + "enorm.weight")), LAYER + "enorm.weight is missing"),
+    "main-missing": (stored(lambda s: s.pop("model.norm.weight")), "model.norm.weight"),
+    "main-shape": (stored(lambda s: s.update({"model.norm.weight": torch.ones(5)})), "other sizes",
+                   "model.norm.weight"),
+    "weights-pointer": (written("model.safetensors", POINTER), "model.safetensors", "git-lfs"),
+    "weights-empty": (written("model.safetensors", b""), "model.safetensors", "safetensors file"),
+    "weights-junk": (written("model.safetensors", b"\x08" + b"\0" * 7 + b"notjson!"), "model.safetensors"),
+    "weights-list": (written("model.safetensors", b"\x08" + b"\0" * 7 + b"[1,2,3] "), "model.safetensors"),
+    "weights-cut": (lambda t: os.truncate(t / "model.safetensors", 5000), "longer than the file"),
+    "weights-pickled": (lambda t: (t / "model.safetensors").rename(t / "pytorch_model.bin"), "safetensors"),
+    "index-list": (written(convert.INDEX, b"[]"), "index.json holds a list"),
+    "index-empty": (written(convert.INDEX, b"{}"), "index.json has no weight_map"),
+    "index-elsewhere": (json_at(convert.INDEX, '{"weight_map": {"a.weight": "model-1.safetensors"}}'),
+                        "both model.safetensors and model.safetensors.index.json", "Remove the old one"),
+    "tokenizer-empty": (written("tokenizer.json", b""), "AutoTokenizer cannot load target"),
+    "quantised-elsewhere": (said(quantization_config={"quant_method": "awq", "bits": 4}), "--hidden-states"),
+}
+
+
+@pytest.fixture(scope="session")
+def sound(tmp_path_factory):
+    """A folder with a target that has an MTP layer, data, and a draft of it."""
+    folder = tmp_path_factory.mktemp("sound")
+    draft = make_target(folder / "target")
+    write_texts(folder / "data.jsonl", 24)
+    draft_of(folder / "target", folder / "draft", "vllm", model=draft)
+    return folder
+
+
+TRAIN = ("--target", "target", "--data", "data.jsonl", "--out", "run", "--steps", "1", "--device", "cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fault", BAD_TARGETS)
+def test_a_bad_target_is_refused_in_one_line(fault, sound, tmp_path, capsys):
+    change, *says = BAD_TARGETS[fault]
+    shutil.copytree(sound, tmp_path / "here")
+    change(tmp_path / "here/target")
+    assert_refused(tmp_path / "here", capsys, TRAIN, *says)
+
+
+BAD_DRAFTS = {
+    "config-list": (json_at("config.json", "[]"), "config.json holds a list"),
+    "no-target": (json_at("config.json", lambda c: c.pop("target")), "missing: target"),
+    "no-length": (json_at("config.json", lambda c: c.pop("ttt_length")), "missing: ttt_length"),
+    "no-identity": (json_at("config.json", lambda c: c.pop("target_identity")), "missing: target_identity"),
+    "older-format": (said(format=1), "format 1, expected 2"),
+    "length-text": (said(ttt_length="3"), "ttt_length", "'3'"),
+    "length-zero": (said(ttt_length=0), "ttt_length", "0"),
+    "recycle": (said(recycle="neither"), "recycle", "neither"),
+    "identity-text": (said(target_identity="0"), "target_identity"),
+    "heads-text": (said(num_attention_heads="4"), "num_attention_heads", "'4'"),
+    "heads-zero": (said(num_attention_heads=0), "num_attention_heads", "0"),
+    "eps-null": (said(rms_norm_eps=None), "rms_norm_eps", "None"),
+    "other-sizes": (said(moe_intermediate_size=24), "does not fit its config"),
+    "weights-nan": (spoilt("enorm.weight"), "enorm.weight", "nan"),
+    "weights-integers": (spoilt("enorm.weight", torch.int32), "enorm.weight", "int32"),
+    "weights-lost": (stored(lambda s: s.pop("enorm.weight")), "enorm.weight"),
+    "weights-pointer": (written("model.safetensors", POINTER), "model.safetensors"),
+    "another-target": (said(target_identity={"config": "0"}), "config", "differ", "--other-target"),
+}
+USES = {"eval": (mtp, "eval", "--draft", "draft", "--data", "data.jsonl"),
+        "generate": (mtp, "generate", "--draft", "draft", "--prompt", "w3"),
+        "init": (mtp, *TRAIN, "--init", "draft"),
+        "convert": (convert, "draft", "--out", "out")}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("fault", BAD_DRAFTS)
+def test_a_bad_draft_is_refused_in_one_line(fault, use, sound, tmp_path, capsys):
+    change, *says = BAD_DRAFTS[fault]
+    shutil.copytree(sound, tmp_path / "here")
+    config = tmp_path / "here/draft/config.json"
+    config.write_text(config.read_text().replace(str(sound), str(tmp_path / "here")))
+    change(tmp_path / "here/draft")
+    program, *arguments = USES[use]
+    assert_refused(tmp_path / "here", capsys, arguments, *says, program=program)
+
+
+def copied_out(folder):
+    """A serving directory that convert.py wrote, in folder/out."""
+    convert_cli(folder / "draft", "--target", folder / "target", "--out", folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def served(sound, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "here"
+    shutil.copytree(sound, folder)
+    copied_out(folder)
+    return folder
+
+
+BAD_OUTS = {  # what --check says of a broken OUT, one line each, exit 1; or why it is none, exit 2
+    "draft": (lambda out: (shutil.rmtree(out), shutil.copytree(out.parent / "draft", out)), 2,
+              "num_hidden_layers None"),
+    "no-config": (lambda out: (out / "config.json").unlink(), 2, "has no config.json"),
+    "config-list": (json_at("config.json", "[]"), 2, "holds a list"),
+    "index-list": (json_at(convert.INDEX, "[]"), 2, "holds a list"),
+    "index-no-map": (json_at(convert.INDEX, lambda i: i.pop("weight_map")), 2, "has no weight_map"),
+    "index-no-size": (json_at(convert.INDEX, lambda i: i["metadata"].clear()), 1, "total_size None"),
+    "index-no-metadata": (json_at(convert.INDEX, lambda i: i.pop("metadata")), 1, "total_size None"),
+    "shard-pointer": (written(convert.SHARD, POINTER), 1, convert.SHARD),
+    "shard-junk": (written(convert.SHARD, b"x" * 99), 1, convert.SHARD),
+    "shard-lost": (lambda out: (out / convert.SHARD).unlink(), 1, "does not exist"),
+    "nested": (json_at("config.json", lambda c: c.update(text_config={}, model_type="glm4v")), 2, "glm4v"),
+    "quantised-null": (said(quantization_config=None), 0, "complete"),
+    "heads": (said(num_attention_heads="4"), 2, "num_attention_heads"),
+    "layers": (said(num_nextn_predict_layers=0), 1, "num_nextn_predict_layers 0, engines need 1"),
+    "tied": (said(tie_word_embeddings=True), 1, "tie_word_embeddings True, engines need False"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_OUTS)
+def test_check_says_what_is_wrong_in_one_line(fault, served, tmp_path, capsys):
+    change, code, says = BAD_OUTS[fault]
+    shutil.copytree(served, tmp_path / "here")
+    change(tmp_path / "here/out")
+    capsys.readouterr()
+    assert convert.main(["--check", str(tmp_path / "here/out")]) == code
+    said = capsys.readouterr()
+    assert says in said.out + said.err and "Traceback" not in said.err
+    assert code == 0 or "exact for" not in said.out
+
+
+TAKEN = {
+    "target": "target", "draft": "draft", "above": ".", "link": "link", "project": "project",
+    "file": "data.jsonl"}
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+@pytest.mark.parametrize("where", TAKEN)
+def test_convert_writes_over_nothing_that_it_did_not_write(where, force, sound, tmp_path, capsys):
+    shutil.copytree(sound, tmp_path / "here")
+    (tmp_path / "here/link").symlink_to("target")
+    (tmp_path / "here/project").mkdir()
+    for name in ("config.json", "model.safetensors", convert.INDEX):
+        (tmp_path / "here/project" / name).write_text("{}")
+    arguments = ["draft", "--target", "target", "--out", TAKEN[where], *force]
+    assert_refused(tmp_path / "here", capsys, arguments, f"--out {TAKEN[where]}", program=convert)
+
+
+def test_force_replaces_what_convert_wrote(served, tmp_path):
+    shutil.copytree(served, tmp_path / "here")
+    before = tensors(tmp_path / "here/out")
+    (tmp_path / "here/out/config.json").unlink()
+    convert_cli(tmp_path / "here/draft", "--target", tmp_path / "here/target", "--out", tmp_path / "here/out",
+                "--force")
+    same_tensors(tensors(tmp_path / "here/out"), before)
+    umask = os.umask(0)
+    os.umask(umask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "here/out").iterdir()}
+    assert modes[convert.SHARD] == modes["config.json"] == 0o666 & ~umask, modes
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_a_tied_head_is_written_where_vllm_ties_none(family, tmp_path):
+    make_target(tmp_path / "target", family, tie=True)
+    out = exported_warm(tmp_path / "target", tmp_path)
+    state = tensors(out)
+    assert torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert convert.main(["--check", str(out)]) == 0
+
+
+def test_a_target_is_known_by_its_weights(tmp_path):
+    """Each part of the identity on its own; another sharding and an MTP layer make no difference."""
+    source = tiny_target(tmp_path / "a", "glm4_moe", native=0)
+    whole = convert.identity(convert.Checkpoint(source))
+    assert {*whole} == {"config", "tensors", "blocks", "embedding", "head", "norm"}
+    config, state = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+
+    def differs(name, state=state, config=config, shards=1):
+        write_checkpoint(tmp_path / name, state, config, shards)
+        found = convert.identity(convert.Checkpoint(tmp_path / name))
+        return {part for part in whole | found if whole.get(part) != found.get(part)}
+
+    def changed(name, at=0):
+        values = state[name].clone()
+        values.view(-1)[at] += 1
+        return state | {name: values}
+
+    assert differs("shards", shards=3) == set()
+    assert differs("layer", state | {"model.layers.2.enorm.weight": torch.ones(64)}) == set()
+    assert differs("config", config=config | {"x": 1}) == {"config"}
+    assert differs("embedding", changed("model.embed_tokens.weight")) == {"embedding", "blocks"}
+    assert differs("middle", changed("model.embed_tokens.weight", 1500)) == {"embedding"}
+    assert differs("head", changed("lm_head.weight", -1)) == {"head", "blocks"}
+    assert differs("norm", changed("model.norm.weight")) == {"norm", "blocks"}
+    assert differs("inside", changed("model.layers.0.self_attn.q_proj.weight")) == {"blocks"}
+    half = {name: x.half() for name, x in state.items()}
+    assert "tensors" in differs("half", half)
+
+
+def test_drafts_of_another_target_only_where_it_is_meant(sound, tmp_path, capsys):
+    """The same config.json, other weights: refused with the parts that differ, taken with --other-target."""
+    shutil.copytree(sound, tmp_path / "here")
+    make_target(tmp_path / "here/other", mtp_layer=False, seed=5)
+    shutil.copy(tmp_path / "here/target/config.json", tmp_path / "here/other/config.json")
+    says = "blocks, embedding, head, norm differ (config.json is the same)", "--other-target"
+    for use, more in (("eval", ()), ("generate", ("--raw",)), ("convert", ())):
+        program, *arguments = USES[use]
+        arguments += [*more, "--target", "other"]
+        assert_refused(tmp_path / "here", capsys, arguments, *says, program=program)
+        os.chdir(tmp_path / "here")
+        assert program.main([*arguments, "--other-target"]) == 0, capsys.readouterr().err
+    arguments = [*TRAIN[:1], "other", *TRAIN[2:], "--init", "draft"]
+    assert_refused(tmp_path / "here", capsys, arguments, *says)
+
+
+def test_an_unlisted_layer_is_not_passed_over(sound, tmp_path, capsys):
+    shutil.copytree(sound, tmp_path / "here")
+    state = load_file(tmp_path / "here/target/model.safetensors")
+    layer = {name: state.pop(name) for name in [*state] if name.startswith(LAYER)}
+    (tmp_path / "here/target/model.safetensors").unlink()
+    save_file(state, tmp_path / "here/target/model-1.safetensors", metadata={"format": "pt"})
+    save_file(layer, tmp_path / "here/target/mtp.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, "model-1.safetensors")}
+    (tmp_path / "here/target" / convert.INDEX).write_text(json.dumps(index))
+    assert_refused(tmp_path / "here", capsys, TRAIN, "mtp.safetensors", "--init scratch")
+
+
+@pytest.mark.parametrize("changes, says", [
+    ({"logit_scale": 0.5}, "logit_scale"), ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"), ({"clip_qkv": 8.0}, "clip_qkv"),
+    ({"residual_multiplier": 0.2}, "residual_multiplier"), ({"embedding_multiplier": 12.0}, "embedding_mult"),
+    ({"use_alibi": True}, "use_alibi")])
+def test_a_key_that_changes_the_function_is_not_passed_over(changes, says):
+    with pytest.raises(ValueError, match=says):
+        read_config({**GLM, **changes})
+
+
+def test_partial_rotation_of_ling_and_the_window_of_mistral():
+    ling = dict(GLM, model_type="bailing_moe_v2", num_experts=8, num_shared_experts=1, head_dim=128)
+    for key in ("n_routed_experts", "n_shared_experts", "partial_rotary_factor"):
+        ling.pop(key, None)
+    for more in (dict(partial_rotary_factor=0.5), dict(rotary_dim=64)):
+        cfg = read_config(ling | more, ())
+        assert int(cfg.head_dim * cfg.partial_rotary_factor) == 64
+    mistral = dict(model_type="mistral", vocab_size=64, hidden_size=64, num_attention_heads=2,
+                   num_key_value_heads=1, intermediate_size=128, rope_theta=1e4)
+    assert read_config(mistral | dict(sliding_window=None), ()).head_dim == 32
+    with pytest.raises(ValueError, match="sliding-window attention .4096"):
+        read_config(mistral, ())
+
+
 # ---- convert.py: on-policy data ----------------------------------------------------------------------------
 
 def test_generate_data_resumes_where_it_stopped(tiny, tmp_path):
@@ -5260,7 +5608,7 @@ def trained_on_noise(target, path, steps=80):
         mtp.ttt_loss(model, ids, hidden, backend="fa").loss.backward()
         optimizer.step(0.01, 1.0)
     meta = dict(ttt_length=3, engine="vllm", recycle="post", zero_first_embedding=False,
-                target=str(target.path), target_config_sha256=target.sha256)
+                target=str(target.path), target_identity=target.identity)
     mtp.save_draft(path, model, meta)
     return model
 
