@@ -2268,9 +2268,8 @@ def train(cfg):
         return results
     results["after"] = report(cfg, run, held, progress, "after")
 
-    say_what_ranks_used(ranks)
-    say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} "
-        "--prompt \"import os\"")
+    say(f"draft written to {cfg.out}, peak memory {peak_memory(device) >> 20:,} MiB; try: "
+        f"python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
     return results
 
 def start_or_resume(cfg, run, optimizer, state):
@@ -2416,13 +2415,6 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-def say_what_ranks_used(ranks):
-    used = torch.zeros(ranks.dp * ranks.sp, 2, dtype=torch.float64, device=ranks.device)
-    used[ranks.rank] = torch.tensor([peak_memory(ranks.device), AllToAll.bytes_sent]) / 2 ** 20
-    for rank, (peak, sent) in enumerate(all_sum(used).tolist()):
-        say(f"rank {rank}: peak memory {peak:,.0f} MiB; sent {sent:,.1f} MiB to other ranks in "
-            "attention")
 
 def plot(cfg):
     """Draw a run's acceptance per step and its loss over the optimizer steps: RUN/plot.png."""

@@ -3023,16 +3023,14 @@ def test_a_step_of_131072_tokens(P, tmp_path):
     cfg = options((tmp_path / "target", None), tmp_path / "run", data=None, seq_len=T, steps=1, batch_size=1,
                   hidden_states=[str(tmp_path / "long")], eval_data=[str(tmp_path / "held")], backend="usp",
                   ttt_length=K)
-    codes, said = Processes(P, mtp.train, cfg).end(3000)
-    assert not any(codes), said
+    ranks(P, mtp.train, cfg, timeout=3000)
     line, = metrics(cfg.out)
-    found = re.findall(r"rank \d: peak memory ([\d,]+) MiB; sent ([\d,.]+) MiB", said)
-    assert line["tokens"] == T and math.isfinite(line["loss"]) and len(found) == P
+    assert line["tokens"] == T and math.isfinite(line["loss"])
     heads = 2 * P + 2 * 2 * (P // math.gcd(2, P))
     forward = [K * 4 * length // P * heads * 16 * (P - 1) // P for length in (T, 64)]  # the last: of `before`
     assert line["bytes_sent"] == 2 * forward[0] + forward[1]
-    print(f"\n{P} ranks, {T:,} tokens, loss {line['loss']:.2f}, {line['compute_seconds']:.0f} s: "
-          + "; ".join(f"{a} MiB at most, {b} MiB sent" for a, b in found))
+    print(f"\n{P} ranks, {T:,} tokens, loss {line['loss']:.2f}, {line['compute_seconds']:.0f} s; rank 0: "
+          f"{line['peak_memory'] >> 20} MiB at most, {line['bytes_sent'] / 2 ** 20:.1f} MiB sent")
 
 
 # ---- failures
@@ -3183,10 +3181,8 @@ def test_metrics_of_two_ranks_are_those_of_the_whole_run(tiny, uninterrupted, tm
         assert 0 < b["data_seconds"] and 0 < b["compute_seconds"]
         assert 0 <= b["low_expert_share"] <= 0.25 <= b["top_expert_share"] <= 1
         assert 2 ** 20 * 100 < a["peak_memory"] <= b["peak_memory"]
-    found = re.findall(r"rank (\d): peak memory ([\d,]+) MiB; sent ([\d,.]+) MiB to other ranks", said)
-    assert [rank for rank, *_ in found] == ["0", "1"]
-    for _, peak, sent in found:
-        assert float(peak.replace(",", "")) > 100 and float(sent) >= lines[-1]["bytes_sent"] / 2 ** 20 - 0.05
+    peak, = re.findall(r"draft written to .*, peak memory ([\d,]+) MiB", said)
+    assert int(peak.replace(",", "")) >= lines[-1]["peak_memory"] >> 20
 
 
 def test_plot_draws_a_run(trained, tmp_path, capsys, monkeypatch):
