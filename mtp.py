@@ -1859,7 +1859,7 @@ class BatchOptions(TargetOptions):
     eval_size: int = flag(32, "held-out sequences per evaluation")
     backend: str = flag(
         "sdpa", "attention: sdpa dense; fa linear memory; usp fa, sequences split over ranks",
-        choices=["sdpa", "fa", "usp", "auto"])
+        choices=["sdpa", "fa", "usp"])
     sp: int = flag(None, "usp: ranks that share a sequence; default all")
 
 @command_options
@@ -1978,18 +1978,10 @@ def state_to_resume(cfg):
             "state: give auto, never or OUT/checkpoints/step-N")
     return Path(resume)
 
-def choose_backend(name, device, dtype):
-    """`name`, or what "auto" stands for here (announced). ValueError if it cannot run."""
-    reason = why_not_fa(device.type, dtype)
-    if name == "auto" and reason:
-        say(f"backend sdpa: fa cannot run: {reason}")
-        return "sdpa"
-    if name == "auto":
-        say("backend fa: memory linear in T")
-        return "fa"
+def check_backend(name, target):
+    reason = why_not_fa(target.device.type, target.lm_head.dtype)
     require(name == "sdpa" or not reason,
             f"--backend {name} cannot run: {reason}. Use --backend sdpa")
-    return name
 
 def choose_kernels(asked, device):
     """Turn the compiled kernels on or off for this process, and say which and why."""
@@ -2232,8 +2224,8 @@ def train(cfg):
             f"--seq-len exceeds the target's max_position_embeddings {longest}")
     require(H % P == 0, f"--sp {P} does not divide {H} heads; give {math.gcd(H, P)}")
     device = ranks.device
-    backend = choose_backend(cfg.backend, device, dtype)
-    if backend == "usp" and device.type == "cuda":
+    check_backend(cfg.backend, target)
+    if cfg.backend == "usp" and device.type == "cuda":
         warm_up(cfg, shape, ranks, dtype)
 
     recycle, zero_first = convert.engine_setting(target.layout, cfg.engine)
@@ -2245,7 +2237,7 @@ def train(cfg):
         f"{'from scratch' if scratch else 'warm'}, {dtype} on {ranks.dp} x {P} {device.type} ranks "
         f"(data x sequence), for {target.path}")
 
-    run = Run(model, target, cfg, ranks, backend, ttt_length=cfg.ttt_length, recycle=recycle,
+    run = Run(model, target, cfg, ranks, cfg.backend, ttt_length=cfg.ttt_length, recycle=recycle,
               zero_first_embedding=zero_first)
     if ranks.mesh is not None:
         shard(run.ttt, ranks.mesh)
@@ -2560,12 +2552,12 @@ def open_draft(cfg, backend="sdpa", sp=None):
 def evaluate_command(cfg):
     """Print the acceptance table of a draft on held-out text."""
     model, target, ranks, options = open_draft(cfg, cfg.backend, cfg.sp)
-    backend = choose_backend(cfg.backend, target.device, target.lm_head.dtype)
+    check_backend(cfg.backend, target)
     files = cfg.data or stdlib_files(every=6)[1]
     shortest = options["ttt_length"] + 2
     sequences = pack(read_samples(files, target, cfg.seq_len, shortest), cfg.seq_len)
     chosen = spread(sequences, cfg.eval_size)
-    result = evaluate(Run(model, target, cfg, ranks, backend, **options), chosen)
+    result = evaluate(Run(model, target, cfg, ranks, cfg.backend, **options), chosen)
 
     say(acceptance_table("draft", result))
     walked = " ".join(f"{x:.3f}" for x in result["walk"])
