@@ -2248,11 +2248,8 @@ def train(cfg):
     if progress.step == 0:
         before = report(cfg, run, held, progress, "before")
         results["before"] = before
-        found = before["ce"][0]
-        chance = math.log(shape.vocab_size)
-        if not scratch and found > 0.9 * chance:
-            say(f"warning: the warm start's step-0 loss {found:.2f} is near ln V = {chance:.2f}, as "
-                "if random")
+        if not scratch and before["ce"][0] > 0.9 * math.log(shape.vocab_size):
+            say(f"warning: the warm start's step-0 loss {before['ce'][0]:.2f} is at or above a random draft's")
     stopped_by = train_loop(cfg, run, optimizer, progress, sequences, held, scratch)
     if stopped_by:
         say(f"stopped by {stopped_by} after step {progress.step}; state saved, "
@@ -2320,12 +2317,11 @@ def train_loop(cfg, run, optimizer, progress, sequences, held, scratch):
             progress.skipped_in_a_row = 0
 
             seconds = time.perf_counter() - began
-            share = (load / load.sum().clamp(min=1)).tolist()  # [] of a dense draft
+            share = load / load.sum().clamp(min=1)  # [] of a dense draft
             line = dict(step=progress.step, loss=loss.item(), **acceptance(sums),
                         tokens_per_second=tokens / seconds, data_seconds=run.data_seconds,
                         compute_seconds=seconds - run.data_seconds,
-                        fill_ratio=tokens / (cfg.batch_size * cfg.seq_len),
-                        top_expert_share=max(share, default=0), low_expert_share=min(share, default=0),
+                        top_expert_share=max(share.tolist(), default=0),
                         peak_memory=peak_memory(ranks.device), bytes_sent=AllToAll.bytes_sent,
                         tokens=progress.tokens, skipped=progress.skipped,
                         bad_samples=progress.bad_samples, grad_norm=norm, lr=lr)

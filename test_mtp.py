@@ -2561,7 +2561,7 @@ def test_fp32_gradients_of_every_split_differ_by_rounding(tiny, tmp_path):
 
 
 def test_packed_rows_train_alike_with_every_backend(chats, tmp_path):
-    """An epoch in one step: the tokens of all samples over the tokens that its rows could hold."""
+    """An epoch in one step: the tokens of all samples."""
     found = []
     for n, backend in [(0, "sdpa"), (0, "fa"), (2, "usp")]:
         cfg = exact_options(chats, tmp_path / backend, backend=backend, eval_data=[chats[2]], seq_len=64,
@@ -2575,7 +2575,7 @@ def test_packed_rows_train_alike_with_every_backend(chats, tmp_path):
     for lines in found:
         for line, expected in zip(lines, found[0]):
             assert line["loss"] == pytest.approx(expected["loss"], rel=1e-10)
-            assert line["fill_ratio"] == pytest.approx(tokens / (len(rows) * 64), rel=1e-12)
+        assert [line["tokens"] for line in lines] == [tokens, 2 * tokens]
 
 
 # ---- checkpoints of many ranks
@@ -3174,12 +3174,11 @@ def test_metrics_of_two_ranks_are_those_of_the_whole_run(tiny, uninterrupted, tm
     lines = metrics(cfg.out)
     for a, b in zip(lines, lines[1:]):
         length = b["tokens"] - a["tokens"]
-        assert b["fill_ratio"] == pytest.approx(length / 40)
         # 3 steps there and back, fp32, half of the rows, 2 H + 2 G heads of D = 8, half of that leaves
         assert b["bytes_sent"] - a["bytes_sent"] == 3 * 2 * 4 * -(-length // 2) * (2 * 4 + 2 * 2) * 8 // 2
         assert b["tokens_per_second"] * (b["data_seconds"] + b["compute_seconds"]) == pytest.approx(length)
         assert 0 < b["data_seconds"] and 0 < b["compute_seconds"]
-        assert 0 <= b["low_expert_share"] <= 0.25 <= b["top_expert_share"] <= 1
+        assert 0.25 <= b["top_expert_share"] <= 1
         assert 2 ** 20 * 100 < a["peak_memory"] <= b["peak_memory"]
     peak, = re.findall(r"draft written to .*, peak memory ([\d,]+) MiB", said)
     assert int(peak.replace(",", "")) >= lines[-1]["peak_memory"] >> 20
