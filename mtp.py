@@ -1109,6 +1109,7 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 try:
@@ -2157,12 +2158,17 @@ def walk(hits, loss_mask, docs):
     return total.to(hits.device)
 
 def acceptance_table(label, result):
+    """A line of names and one of figures."""
     figures = {f"acc_{k}": x for k, x in enumerate(result["acc"])}
     for name in ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy"):
         figures[name] = result[name]
-    values = [f"{x:{len(name)}.3f}" for name, x in figures.items()]
-    head = "  ".join([" " * 6, *figures])
-    return head + "\n" + "  ".join([f"{label:6}", *values])
+
+    head = " " * 6
+    line = f"{label:6}"
+    for name, x in figures.items():
+        head += f"  {name}"
+        line += f"  {x:{len(name)}.3f}"
+    return f"{head}\n{line}"
 
 def log(out, line, ranks):
     """Add a line to OUT/metrics.jsonl."""
@@ -2202,10 +2208,6 @@ def warm_up(cfg, shape, ranks, dtype):
     k = torch.zeros(B, T, key_heads, shape.head_dim, **options)
     attend_fa(q, k, k, [], [], Documents(None, B, T, ranks.device))[0].sum().backward()
 
-FED = {"post": "the state after the final norm (post)",
-       "pre": "the state before the final norm (pre)",
-       "both": "the state before or the one after the final norm, drawn for each row (both)"}
-
 def train(cfg):
     """Train a draft, written to OUT; returns the evaluations {"before": .., "after": ..}."""
     check_train_config(cfg)
@@ -2229,8 +2231,8 @@ def train(cfg):
         warm_up(cfg, shape, ranks, dtype)
 
     recycle, zero_first = convert.engine_setting(target.layout, cfg.engine)
-    say(f"engine {cfg.engine} ({target.layout} layout): step k + 1 is fed {FED[recycle]}; "
-        f"the embedding at position 0 is {'zeroed' if zero_first else 'kept'}")
+    say(f"engine {cfg.engine} ({target.layout} layout): recycle {recycle}, "
+        f"zero_first_embedding {zero_first}")
     sequences, held = read_sequences(cfg, target)
     model, scratch = make_draft(cfg, target, ranks)
     say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, "
@@ -2408,23 +2410,19 @@ def plot(cfg):
     """Draw a run's acceptance per step and its loss over the optimizer steps: RUN/plot.png."""
     require(find_spec("matplotlib"), "plot needs matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure
-    file = Path(cfg.run) / "plot.png"
-    lines = file.with_name("metrics.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in lines]
+    lines = [json.loads(line) for line in open(Path(cfg.run, "metrics.jsonl"))]
     trained = [line for line in lines if "loss" in line]
     held = [line for line in lines if "eval" in line]
     steps = [line["step"] for line in trained]
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    drawn = left.plot(steps, [line["acc"] for line in trained])
-    left.legend(drawn, [f"step {k}" for k, _ in enumerate(drawn)])
-    left.set_prop_cycle(None)  # the same colours
-    left.plot([line["step"] for line in held], [line["eval"]["acc"] for line in held], "o")
-    left.set(title="share of right drafts (dots: held out)")
+    left.plot(steps, [line["acc"] for line in trained])
+    left.plot([line["step"] for line in held], [line["eval"]["acc"] for line in held], "k.")
+    left.set(title="acc of each draft step (dots: held out) over optimizer steps")
     right.plot(steps, [line["loss"] for line in trained])
     right.set(title="loss")
-    figure.supxlabel("optimizer step")
+    file = Path(cfg.run, "plot.png")
     figure.savefig(file, dpi=120)
     say(f"drew {file}")
 
@@ -2664,21 +2662,17 @@ def explain(error):
         return str(error)
     return None
 
-def main(arguments=None):
-    function, cfg = parse(sys.argv[1:] if arguments is None else arguments)
+def main(arguments):
     if LOST:
         sys.exit(f"mtp.py: error: {LOST}")
     try:
+        function, cfg = parse(arguments)
         function(cfg)
         return 0
     except KeyboardInterrupt:
         return 130
-    except BaseException as error:  # CheckpointException is no Exception
-        report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if report:  # torchrun's summary quotes it
-            message = {"message": repr(error), "timestamp": int(time.time())}
-            Path(report).write_text(json.dumps(message))
-
+    except (Exception, dcp.api.CheckpointException) as error:
+        get_error_handler().record_exception(error)  # torchrun's summary quotes it
         line = explain(error)
         if line is None or os.environ.get("MTP_TRACEBACK"):
             raise
@@ -2689,4 +2683,4 @@ def main(arguments=None):
             dist.destroy_process_group()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
