@@ -1750,13 +1750,13 @@ class MasterAdamW:
         for name, p in self.params.items():
             p.copy_(self.masters[name])
 
-def learning_rate(step, peak, cfg):
-    """Linear warm-up to `peak` over warmup_steps, then a cosine to LR_FLOOR of it at the end."""
+def learning_rate(step, cfg):
+    """Linear warm-up to lr over warmup_steps, then a cosine to LR_FLOOR of it at the end."""
     if step < cfg.warmup_steps:
-        return peak * (step + 1) / cfg.warmup_steps
+        return cfg.lr * (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return peak * (LR_FLOOR + (1 - LR_FLOOR) * cosine)
+    return cfg.lr * (LR_FLOOR + (1 - LR_FLOOR) * cosine)
 
 def save_draft(path, model, meta, rank=0):
     """Write a draft directory: model.safetensors (the state_dict), config.json (MTPConfig and
@@ -1785,7 +1785,6 @@ class Progress:
     step: int = 0
     tokens: int = 0
     skipped: int = 0           # steps whose loss or gradient was not finite
-    bad_samples: int = 0       # samples of those steps
     skipped_in_a_row: int = 0
     best: float = 0.0          # accept_len of OUT/best; the last field, see load_state
 
@@ -2170,10 +2169,10 @@ def acceptance_table(label, result):
         line += f"  {x:{len(name)}.3f}"
     return f"{head}\n{line}"
 
-def log(out, line, ranks):
+def log(run, line):
     """Add a line to OUT/metrics.jsonl."""
-    if ranks.rank == 0:
-        with open(Path(out) / "metrics.jsonl", "a") as file:
+    if run.ranks.rank == 0:
+        with open(Path(run.cfg.out) / "metrics.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 
 def make_draft(cfg, target, ranks):
@@ -2218,17 +2217,15 @@ def train(cfg):
     target = open_target(cfg, ranks, stored=bool(cfg.hidden_states))
     dtype = target.lm_head.dtype
 
-    shape = target.draft_config
-    H = shape.num_attention_heads
+    H = target.draft_config.num_attention_heads
     P = ranks.sp
-    longest = shape.max_position_embeddings
+    longest = target.draft_config.max_position_embeddings
     require(cfg.seq_len <= longest,
-            f"--seq-len exceeds the target's max_position_embeddings {longest}")
+            f"--seq-len {cfg.seq_len} exceeds the target's max_position_embeddings {longest}")
     require(H % P == 0, f"--sp {P} does not divide {H} heads; give {math.gcd(H, P)}")
-    device = ranks.device
     check_backend(cfg.backend, target)
-    if cfg.backend == "usp" and device.type == "cuda":
-        warm_up(cfg, shape, ranks, dtype)
+    if cfg.backend == "usp" and ranks.device.type == "cuda":
+        warm_up(cfg, target.draft_config, ranks, dtype)
 
     recycle, zero_first = convert.engine_setting(target.layout, cfg.engine)
     say(f"engine {cfg.engine} ({target.layout} layout): recycle {recycle}, "
@@ -2236,34 +2233,37 @@ def train(cfg):
     sequences, held = read_sequences(cfg, target)
     model, scratch = make_draft(cfg, target, ranks)
     say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{'from scratch' if scratch else 'warm'}, {dtype} on {ranks.dp} x {P} {device.type} ranks "
-        f"(data x sequence), for {target.path}")
+        f"{'from scratch' if scratch else 'warm'}, {dtype} on {ranks.dp} x {P} {ranks.device.type} "
+        f"ranks (data x sequence), for {target.path}")
+    if cfg.lr is None:
+        cfg = replace(cfg, lr=3e-3 if scratch else 1e-4)
+    if cfg.balance_rate is None:
+        cfg = replace(cfg, balance_rate=0.01 if scratch else 0.0)
 
     run = Run(model, target, cfg, ranks, cfg.backend, ttt_length=cfg.ttt_length, recycle=recycle,
               zero_first_embedding=zero_first)
     if ranks.mesh is not None:
         shard(run.ttt, ranks.mesh)
     optimizer = MasterAdamW(model)
-    progress = start_or_resume(cfg, run, optimizer, state)
+    progress = start_or_resume(run, optimizer, state)
 
     results = {}
     if progress.step == 0:
-        before = report(cfg, run, held, progress, "before")
-        results["before"] = before
-        if not scratch and before["ce"][0] > 0.9 * math.log(shape.vocab_size):
-            say(f"warning: the warm start's step-0 loss {before['ce'][0]:.2f} is at or above a random draft's")
-    stopped_by = train_loop(cfg, run, optimizer, progress, sequences, held, scratch)
+        results["before"] = report(run, held, progress, "before")
+        found = results["before"]["ce"][0]
+        if not scratch and found > 0.9 * math.log(len(target.lm_head)):
+            say(f"warning: the warm start's step-0 loss {found:.2f} is at or above a random draft's")
+    stopped_by = train_loop(run, optimizer, progress, sequences, held)
     if stopped_by:
         say(f"stopped by {stopped_by} after step {progress.step}; state saved, "
             "--resume auto continues")
         return results
-    results["after"] = report(cfg, run, held, progress, "after")
-
-    say(f"draft written to {cfg.out}, peak memory {peak_memory(device) >> 20:,} MiB; try: "
+    results["after"] = report(run, held, progress, "after")
+    say(f"draft written to {cfg.out}, peak memory {peak_memory(ranks.device) >> 20:,} MiB; try: "
         f"python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
     return results
 
-def start_or_resume(cfg, run, optimizer, state):
+def start_or_resume(run, optimizer, state):
     """Progress of the run whose training state is given, or of a new one. What OUT has of later steps
     goes: of a new run, which only the demo starts over another, all."""
     progress = Progress()
@@ -2278,7 +2278,7 @@ def start_or_resume(cfg, run, optimizer, state):
 
     barrier(run.ranks)  # all have looked for states
     if run.ranks.rank == 0:
-        out = Path(cfg.out)
+        out = Path(run.cfg.out)
         (out / "checkpoints").mkdir(parents=True, exist_ok=True)
         for path in saved_states(out):
             if int(path.name[5:]) > progress.step:
@@ -2288,63 +2288,70 @@ def start_or_resume(cfg, run, optimizer, state):
             shutil.rmtree(out / "best", ignore_errors=True)
     return progress
 
-def train_loop(cfg, run, optimizer, progress, sequences, held, scratch):
+def train_loop(run, optimizer, progress, sequences, held):
     """Optimizer steps until cfg.steps: log, evaluate, save. Returns the signal that ended it, or
     None."""
-    peak_lr = cfg.lr or (3e-3 if scratch else 1e-4)
-    balance_rate = cfg.balance_rate
-    if balance_rate is None:
-        balance_rate = 0.01 if scratch else 0.0
-    router_bias = dict(run.model.named_buffers()).get("mlp.gate.e_score_correction_bias")
+    cfg = run.cfg
     signals = watch_signals()
-    ranks = run.ranks
-    bar = tqdm(total=cfg.steps, initial=progress.step, desc="train", disable=ranks.rank > 0)
+    bar = tqdm(total=cfg.steps, initial=progress.step, desc="train", disable=run.ranks.rank > 0)
 
     while progress.step < cfg.steps:
-        began = time.perf_counter()
-        run.data_seconds = 0.0
-        batch = batch_of_step(progress.step, sequences, cfg)
-        lr = learning_rate(progress.step, peak_lr, cfg)
-        loss, sums, load = run.gradients(batch, loss=cfg.loss, decay=cfg.decay,
-                                         recompute=cfg.recompute)
-        norm = gradient_norm(run.model)
-
-        tokens = token_count(batch)
-        progress.step += 1
-        progress.tokens += tokens
-        if math.isfinite(norm + loss + sums.sum()):
-            optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
-            if balance_rate and router_bias is not None:  # else not even re-centred
-                balance_experts(router_bias, load, balance_rate)
-            progress.skipped_in_a_row = 0
-
-            seconds = time.perf_counter() - began
-            share = load / load.sum().clamp(min=1)  # [] of a dense draft
-            line = dict(step=progress.step, loss=loss.item(), **acceptance(sums),
-                        tokens_per_second=tokens / seconds, data_seconds=run.data_seconds,
-                        compute_seconds=seconds - run.data_seconds,
-                        top_expert_share=max(share.tolist(), default=0),
-                        peak_memory=peak_memory(ranks.device), bytes_sent=AllToAll.bytes_sent,
-                        tokens=progress.tokens, skipped=progress.skipped,
-                        bad_samples=progress.bad_samples, grad_norm=norm, lr=lr)
-            log(cfg.out, line, ranks)
-            shown = {name: line[name] for name in ("loss", "accept_len", "tokens_per_second")}
-            bar.set_postfix(shown, refresh=False)
-        else:
-            skip_step(cfg, progress, batch, ranks)
+        train_step(run, optimizer, progress, sequences, bar)
         bar.update()
 
         step = progress.step
         last = step == cfg.steps
         if is_due(cfg.eval_every, step) and not last:
-            report(cfg, run, held, progress, str(step))
-        stop = all_sum(torch.tensor(len(signals), device=ranks.device)) > 0  # on any rank
+            report(run, held, progress, str(step))
+        stop = all_sum(torch.tensor(len(signals), device=run.ranks.device)) > 0  # on any rank
         if is_due(cfg.save_every, step) or last or stop:
-            write_draft(cfg.out, cfg, run)
-            save_state(cfg.out, run.model, optimizer, progress, ranks)
+            write_draft(cfg.out, run)
+            save_state(cfg.out, run.model, optimizer, progress, run.ranks)
         if stop and not last:
             return (signals or ["a signal to another rank"])[0]
     bar.close()
+
+def train_step(run, optimizer, progress, sequences, bar):
+    """An optimizer step and its line of metrics.jsonl; it is skipped if its loss or gradient is not
+    finite, and ten such steps in a row are an error."""
+    cfg = run.cfg
+    began = time.perf_counter()
+    run.data_seconds = 0.0
+    batch = batch_of_step(progress.step, sequences, cfg)
+    lr = learning_rate(progress.step, cfg)
+    loss, sums, load = run.gradients(
+        batch, loss=cfg.loss, decay=cfg.decay, recompute=cfg.recompute)
+    norm = gradient_norm(run.model)
+
+    tokens = token_count(batch)
+    progress.step += 1
+    progress.tokens += tokens
+    if not math.isfinite(norm + loss + sums.sum()):
+        names = sorted({sample.name for sequence in batch for sample in sequence})
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        say(f"step {progress.step} skipped, its loss or gradient is not finite; its samples: "
+            f"{', '.join(names)}")
+        log(run, {"step": progress.step, "skipped_samples": names})
+        require(progress.skipped_in_a_row < 10, "ten steps in a row were skipped: lower --lr")
+        return
+
+    progress.skipped_in_a_row = 0
+    optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
+    for name, bias in run.model.named_buffers():  # the router's, of a draft with experts
+        if cfg.balance_rate and name.endswith("e_score_correction_bias"):  # else not re-centred
+            balance_experts(bias, load, cfg.balance_rate)
+
+    seconds = time.perf_counter() - began
+    figures = acceptance(sums)
+    share = load / load.sum().clamp(min=1)  # [] of a dense draft
+    log(run, dict(
+        step=progress.step, loss=loss.item(), **figures, tokens_per_second=tokens / seconds,
+        data_seconds=run.data_seconds, compute_seconds=seconds - run.data_seconds,
+        top_expert_share=max(share.tolist(), default=0), peak_memory=peak_memory(run.ranks.device),
+        bytes_sent=AllToAll.bytes_sent, tokens=progress.tokens, skipped=progress.skipped,
+        grad_norm=norm, lr=lr))
+    bar.set_postfix(loss=loss.item(), accept_len=figures["accept_len"], refresh=False)
 
 def watch_signals():
     """A list that collects the names of SIGINT and SIGTERM, which no longer end the process."""
@@ -2371,31 +2378,19 @@ def gradient_norm(model):
 def is_due(every, step):
     return every > 0 and step % every == 0
 
-def skip_step(cfg, progress, batch, ranks):
-    """Count a step whose loss or gradient is not finite, name its samples; ten in a row are an
-    error."""
-    names = sorted({sample.name for sequence in batch for sample in sequence})
-    progress.skipped += 1
-    progress.bad_samples += len(names)
-    progress.skipped_in_a_row += 1
-    say(f"step {progress.step} skipped, its loss or gradient is not finite; its samples: "
-        f"{', '.join(names)}")
-    log(cfg.out, {"step": progress.step, "skipped_samples": names}, ranks)
-    require(progress.skipped_in_a_row < 10, "ten steps in a row were skipped: lower --lr")
-
-def report(cfg, run, held, progress, label):
+def report(run, held, progress, label):
     """Evaluate on held-out sequences; print and log it, keep the best draft in OUT/best."""
     result = evaluate(run, held)
     say(acceptance_table(label, result))
-    log(cfg.out, {"step": progress.step, "eval": result}, run.ranks)
+    log(run, {"step": progress.step, "eval": result})
     accept_len = result["accept_len"]
-    if cfg.eval_every and label != "before" and accept_len > progress.best:
+    if run.cfg.eval_every and label != "before" and accept_len > progress.best:
         progress.best = accept_len
-        write_draft(Path(cfg.out) / "best", cfg, run)
+        write_draft(Path(run.cfg.out) / "best", run)
     return result
 
-def write_draft(path, cfg, run):
-    meta = dict(ttt_length=cfg.ttt_length, engine=cfg.engine, recycle=run.options["recycle"],
+def write_draft(path, run):
+    meta = dict(ttt_length=run.cfg.ttt_length, engine=run.cfg.engine, recycle=run.options["recycle"],
                 zero_first_embedding=run.options["zero_first_embedding"],
                 target=str(run.target.path.resolve()), target_config_sha256=run.target.sha256)
     save_draft(path, run.model, meta, run.ranks.rank)
