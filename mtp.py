@@ -1654,8 +1654,8 @@ def start_ranks(device="auto", backend="sdpa", sp=None):
     backends = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backends, store=meeting_point(), rank=rank, world_size=world)
     mesh = init_device_mesh(device, (world // sp, sp), mesh_dim_names=("dp", "sp"))
-    group = mesh["sp"].get_group() if backend == "usp" else None
-    everyone = mesh["dp", "sp"]._flatten() if world > 1 else None
+    group = mesh.get_group("sp") if backend == "usp" else None
+    everyone = mesh._flatten() if world > 1 else None
     return Ranks(rank, world // sp, sp, group, torch.device(device), everyone)
 
 def meeting_point():
@@ -2156,18 +2156,13 @@ def walk(hits, loss_mask, docs):
             root += n + 1
     return total.to(hits.device)
 
-def acceptance_table(label, result):
-    """A line of names and one of figures."""
-    figures = {f"acc_{k}": x for k, x in enumerate(result["acc"])}
-    for name in ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy"):
-        figures[name] = result[name]
+def acceptance_line(label, result):
+    lengths = ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy")
+    found = "; ".join(f"{name} {result[name]:.3f}" for name in lengths)
+    return f"{label}: acc {decimals(result['acc'])}; {found}"
 
-    head = " " * 6
-    line = f"{label:6}"
-    for name, x in figures.items():
-        head += f"  {name}"
-        line += f"  {x:{len(name)}.3f}"
-    return f"{head}\n{line}"
+def decimals(numbers):
+    return " ".join(f"{x:.3f}" for x in numbers)
 
 def log(run, line):
     """Add a line to OUT/metrics.jsonl."""
@@ -2195,18 +2190,6 @@ def make_draft(cfg, target, ranks):
     model.to(ranks.device).set_target(target.embed, target.lm_head)
     return model, scratch
 
-def warm_up(cfg, shape, ranks, dtype):
-    """Compile fa before the first collective: a rank that compiles late would make the others time
-    out."""
-    P = ranks.sp
-    B = cfg.micro_batch_size
-    T = -(-cfg.seq_len // P) * P
-    options = dict(dtype=dtype, device=ranks.device, requires_grad=True)
-    q = torch.zeros(B, T, shape.num_attention_heads // P, shape.head_dim, **options)
-    key_heads = math.lcm(shape.num_key_value_heads, P) // P
-    k = torch.zeros(B, T, key_heads, shape.head_dim, **options)
-    attend_fa(q, k, k, [], [], Documents(None, B, T, ranks.device))[0].sum().backward()
-
 def train(cfg):
     """Train a draft, written to OUT; returns the evaluations {"before": .., "after": ..}."""
     check_train_config(cfg)
@@ -2224,8 +2207,6 @@ def train(cfg):
             f"--seq-len {cfg.seq_len} exceeds the target's max_position_embeddings {longest}")
     require(H % P == 0, f"--sp {P} does not divide {H} heads; give {math.gcd(H, P)}")
     check_backend(cfg.backend, target)
-    if cfg.backend == "usp" and ranks.device.type == "cuda":
-        warm_up(cfg, target.draft_config, ranks, dtype)
 
     recycle, zero_first = convert.engine_setting(target.layout, cfg.engine)
     say(f"engine {cfg.engine} ({target.layout} layout): recycle {recycle}, "
@@ -2381,7 +2362,7 @@ def is_due(every, step):
 def report(run, held, progress, label):
     """Evaluate on held-out sequences; print and log it, keep the best draft in OUT/best."""
     result = evaluate(run, held)
-    say(acceptance_table(label, result))
+    say(acceptance_line(label, result))
     log(run, {"step": progress.step, "eval": result})
     accept_len = result["accept_len"]
     if run.cfg.eval_every and label != "before" and accept_len > progress.best:
@@ -2548,10 +2529,9 @@ def evaluate_command(cfg):
     chosen = spread(sequences, cfg.eval_size)
     result = evaluate(Run(model, target, cfg, ranks, cfg.backend, **options), chosen)
 
-    say(acceptance_table("draft", result))
-    walked = " ".join(f"{x:.3f}" for x in result["walk"])
-    say(f"walk: accepted per position {walked}; {result['rows']:,} rows of {len(chosen)} of "
-        f"{len(sequences)} sequences of {cfg.seq_len} counted")
+    say(acceptance_line("draft", result))
+    say(f"walk: accepted per position {decimals(result['walk'])}; {result['rows']:,} rows of "
+        f"{len(chosen)} of {len(sequences)} sequences of {cfg.seq_len} counted")
 
 def generate_command(cfg):
     """Continue a prompt greedily, by speculative and by plain decoding; compare tokens and time."""
@@ -2573,9 +2553,8 @@ def generate_command(cfg):
 
     rounds = max(1, len(fast.rounds))
     stood = [sum(n > k for n in fast.rounds) / rounds for k in range(K)]
-    shown = " ".join(f"{x:.3f}" for x in stood)
     print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(stood):.3f} over "
-          f"{len(fast.rounds)} rounds; accepted per position {shown}\n"
+          f"{len(fast.rounds)} rounds; accepted per position {decimals(stood)}\n"
           f"tokens/s, here, where it is a check: {fast.speed:.1f} with drafting, "
           f"{plain.speed:.1f} without")
     check_lossless(target, ids, plain.answer, fast.answer)

@@ -2370,16 +2370,6 @@ def test_torchrun_trains_what_one_process_trains(tiny, tmp_path, ranks, backend)
     assert last[0]["grad_norm"] == pytest.approx(last[1]["grad_norm"], rel=1e-4) and one
 
 
-def test_warm_up_takes_the_shapes_that_usp_attends_to(monkeypatch):
-    """A rank of P = 4 with G = 2 heads of keys gets H / 4 heads and one head of keys, over the padded row."""
-    seen, real = [], mtp.attend_fa
-    monkeypatch.setattr(mtp, "attend_fa", lambda q, k, *rest: (
-        seen.append((q.shape, k.shape)), real(q, k, *rest))[1])
-    cfg, ranks = mtp.TrainConfig(seq_len=30, micro_batch_size=2), mtp.Ranks(sp=4)
-    mtp.warm_up(cfg, toy_config(num_attention_heads=8, num_key_value_heads=2), ranks, torch.float32)
-    assert seen == [((2, 32, 2, 8), (2, 32, 1, 8))]
-
-
 def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path):
     mtp.train(options(tiny, tmp_path / "scratch", steps=3))
     mtp.train(options(tiny, tmp_path / "warm", steps=3, init="warm"))
