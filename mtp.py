@@ -1834,7 +1834,8 @@ def load_state(path, model, optimizer):
 command_options = dataclass(frozen=True)
 
 def flag(default, help, **more):
-    """A field whose flag has this help; more: `choices`, or the `group` that begins with it."""
+    """A field whose flag has this help; more: `choices`, the `group` that begins with it, or bounds of
+    its value: `least` and `most`, or `above`."""
     return field(default=default, metadata={"help": help, **more})
 
 @command_options
@@ -1854,13 +1855,14 @@ class TargetOptions:
 class BatchOptions(TargetOptions):
     """How sequences go through the draft, in training and evaluation."""
     seq_len: int = flag(
-        256, "tokens per packed sequence; longer documents are cut", group="sequences")
-    micro_batch_size: int = flag(8, "sequences per forward pass and rank; smaller saves memory")
-    eval_size: int = flag(32, "held-out sequences per evaluation")
+        256, "tokens per packed sequence; longer documents are cut", group="sequences", least=3)
+    micro_batch_size: int = flag(
+        8, "sequences per forward pass and rank; smaller saves memory", least=1)
+    eval_size: int = flag(32, "held-out sequences per evaluation", least=1)
     backend: str = flag(
         "sdpa", "attention: sdpa dense; fa linear memory; usp fa, sequences split over ranks",
         choices=["sdpa", "fa", "usp"])
-    sp: int = flag(None, "usp: ranks that share a sequence; default all")
+    sp: int = flag(None, "usp: ranks that share a sequence; default all", least=1)
 
 @command_options
 class TrainConfig(BatchOptions):
@@ -1873,31 +1875,34 @@ class TrainConfig(BatchOptions):
 
     init: str = flag(
         "auto", "warm (the target's MTP layer), scratch, auto or a draft directory", group="draft")
-    n_routed_experts: int = flag(None, "E, for a dense target (default 8)")
-    num_experts_per_tok: int = flag(None, "A, for a dense target (default 2)")
-    moe_intermediate_size: int = flag(None, "F, for a dense target; divides its MLP's width")
+    n_routed_experts: int = flag(None, "E, for a dense target (default 8)", least=1)
+    num_experts_per_tok: int = flag(None, "A, for a dense target (default 2)", least=1)
+    moe_intermediate_size: int = flag(
+        None, "F, for a dense target; divides its MLP's width", least=1)
 
-    ttt_length: int = flag(3, "K, draft steps trained from every row", group="objective")
+    ttt_length: int = flag(
+        3, "K, draft steps trained from every row", group="objective", least=1)
     engine: str = flag(
         "vllm", "what will serve the draft, which decides what its steps are fed",
         choices=["vllm", "sglang", "transformers", "any"])
     loss: str = flag("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
-    decay: float = flag(0.8, "step k weighs decay ** k")
+    decay: float = flag(0.8, "step k weighs decay ** k", least=0, most=1)
     recompute: bool = flag(
         False, "compute a step's activations again in the backward pass: less memory")
 
-    steps: int = flag(120, "optimizer steps", group="optimization")
-    batch_size: int = flag(8, "sequences per optimizer step, over all ranks")
-    lr: float = flag(None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm")
-    warmup_steps: int = flag(20, "steps of linear warm-up")
-    clip: float = flag(1.0, "largest global gradient norm")
+    steps: int = flag(120, "optimizer steps", group="optimization", least=1)
+    batch_size: int = flag(8, "sequences per optimizer step, over all ranks", least=1)
+    lr: float = flag(
+        None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm", above=0)
+    warmup_steps: int = flag(20, "steps of linear warm-up", least=0)
+    clip: float = flag(1.0, "largest global gradient norm", above=0)
     balance_rate: float = flag(
-        None, "step of the router's bias; default 0.01 from scratch, 0 warm")
-    seed: int = flag(0, "of initialisation and data order")
+        None, "step of the router's bias; default 0.01 from scratch, 0 warm", least=0)
+    seed: int = flag(0, "of initialisation and data order", least=0, most=2 ** 32)
 
     eval_every: int = flag(
-        0, "steps between evaluations, best to OUT/best; 0: at both ends", group="run")
-    save_every: int = flag(100, "steps between training states; 0: only at the end")
+        0, "steps between evaluations, best to OUT/best; 0: at both ends", group="run", least=0)
+    save_every: int = flag(100, "steps between training states; 0: only at the end", least=0)
     resume: str = flag(
         None, "auto, never or a checkpoints/step-N; default: auto if torchrun restarts it")
 
@@ -1908,7 +1913,8 @@ class DraftOptions(TargetOptions):
     engine: str = flag(
         None, "draft as this engine does; default: the one it was trained for",
         choices=["vllm", "sglang", "transformers"])
-    ttt_length: int = flag(None, "K, drafted tokens; default: as many as were trained")
+    ttt_length: int = flag(
+        None, "K, drafted tokens; default: as many as were trained", least=1)
 
 @command_options
 class EvalConfig(DraftOptions, BatchOptions):
@@ -1920,7 +1926,7 @@ class AnswerOptions(TargetOptions):
     raw: bool = flag(
         False, "continue prompts as plain text even if the tokenizer has a chat template",
         group="answers")
-    max_new_tokens: int = flag(128, "length limit of an answer")
+    max_new_tokens: int = flag(128, "length limit of an answer", least=1)
 
 @command_options
 class GenerateConfig(DraftOptions, AnswerOptions):
@@ -1931,29 +1937,27 @@ class GenerateDataConfig(AnswerOptions):
     prompts: str = flag(
         None, ".txt, a prompt a line, or .jsonl of {prompt} or {messages}", group="data")
     out: str = flag(None, ".jsonl to write")
-    batch_size: int = flag(8, "prompts at a time")
+    batch_size: int = flag(8, "prompts at a time", least=1)
 
 @command_options
 class CaptureConfig(TargetOptions):
     data: list = flag(None, ".txt or .jsonl ({text} or {messages})", group="data")
     out: str = flag(None, "directory to write")
-    seq_len: int = flag(256, "tokens per file; longer documents are cut")
+    seq_len: int = flag(256, "tokens per file; longer documents are cut", least=3)
 
 @command_options
 class PlotConfig:
     run: str = field(metadata={"help": "OUT directory of a training run"})
 
 def check_train_config(cfg):
-    """Refuse what cannot work before anything is loaded."""
-    for name in ("steps", "ttt_length", "batch_size", "micro_batch_size", "eval_size"):
-        value = getattr(cfg, name)
-        require(value > 0, f"--{name.replace('_', '-')} {value} must be at least 1")
+    """Refuse options that do not go together before anything is loaded."""
     require(cfg.seq_len >= cfg.ttt_length + 2,
             f"--seq-len {cfg.seq_len} has no row that counts: raise it")
-
     lacking = (cfg.data, cfg.hidden_states).count(None)
     require(lacking == (1 if cfg.target else 2), "give --target DIR with either --data FILE.. or "
             "--hidden-states DIR.., or none of them: the demo")
+    require(cfg.target or not cfg.eval_data,
+            "--eval-data is not read without --target DIR: the demo holds out its own")
     require(not cfg.target or cfg.out != TrainConfig.out,
             f"--out {cfg.out} is the demo's; give --out DIR")
 
@@ -2515,7 +2519,8 @@ def open_draft(cfg, backend="sdpa", sp=None):
     zero_first = meta["zero_first_embedding"]
     if cfg.engine:
         recycle, zero_first = convert.engine_setting(target.layout, cfg.engine)
-    options = dict(ttt_length=cfg.ttt_length or meta["ttt_length"], recycle=as_drafted(recycle),
+    K = meta["ttt_length"] if cfg.ttt_length is None else cfg.ttt_length
+    options = dict(ttt_length=K, recycle=as_drafted(recycle),
                    zero_first_embedding=zero_first)
     return model, target, ranks, options
 
@@ -2588,24 +2593,41 @@ COMMANDS = {  # the function, and the class of its options
     "capture": (capture, CaptureConfig),
     "plot": (plot, PlotConfig)}
 
+def name_of(f):
+    return "--" + f.name.replace("_", "-")
+
+def bounds(f):
+    """An option's bounds: "above 0", "at least 0, at most 1"; "" if it has none."""
+    words = {"above": "above", "least": "at least", "most": "at most"}
+    return ", ".join(f"{words[key]} {x}" for key, x in f.metadata.items() if key in words)
+
+def check_value(f, value):
+    """Refuse an option's value that is empty, no finite number or out of its bounds."""
+    given = value if isinstance(value, list) else [value]
+    require("" not in given, f"{name_of(f)} is empty: give it a value or leave it out")
+    if type(value) in (int, float):
+        above = f.metadata.get("above")
+        least = f.metadata.get("least", above)
+        fits = least <= value <= f.metadata.get("most", sys.float_info.max)
+        require(fits and value != above, f"{name_of(f)} {value} must be {bounds(f)}")
+
 def add_flags(parser, options):
     """A flag for each field of a class of options."""
     kinds = {"str": str, "int": int, "float": float, "list": str}
     group = parser
     for f in fields(options):
-        name = "--" + f.name.replace("_", "-")
-        text = f.metadata["help"]
+        text = ", ".join(filter(None, [f.metadata["help"], bounds(f)]))
         if "group" in f.metadata:
             group = parser.add_argument_group(f.metadata["group"])
         if f.default is MISSING:
             parser.add_argument(f.name, help=text)
         elif f.type == "bool":
-            group.add_argument(name, action="store_true", help=text)
+            group.add_argument(name_of(f), action="store_true", help=text)
         else:
             shown = text if f.default is None else f"{text} (default {f.default})"
             nargs = "+" if f.type == "list" else None
-            group.add_argument(name, type=kinds[f.type], default=f.default, help=shown, nargs=nargs,
-                               choices=f.metadata.get("choices"))
+            group.add_argument(name_of(f), type=kinds[f.type], default=f.default, help=shown,
+                               nargs=nargs, choices=f.metadata.get("choices"))
 
 def parse(arguments):
     """The function and the options of a command line; flags without a command are train's."""
@@ -2624,6 +2646,8 @@ def parse(arguments):
         arguments = ["train", *arguments]
     values = vars(parser.parse_args(arguments))
     function, options = COMMANDS[values.pop("command")]
+    for f in fields(options):
+        check_value(f, values[f.name])
     return function, options(**values)
 
 def explain(error):

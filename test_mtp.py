@@ -3249,9 +3249,10 @@ def test_every_option_is_documented_in_help(capsys):
         for f in dataclasses.fields(options):
             flag = "run" if options is mtp.PlotConfig else "--" + f.name.replace("_", "-")
             assert len(re.findall(rf"^  {flag}\b(?!-)", lines, re.M)) == 1, flag
-            assert f.metadata["help"] in said, flag
+            words = ", ".join([f.metadata["help"], *([mtp.bounds(f)] if mtp.bounds(f) else [])])
+            assert words in said and (f.type not in ("int", "float") or mtp.bounds(f)), flag
             if f.default not in (None, False, dataclasses.MISSING):
-                assert f"{f.metadata['help']} (default {f.default})" in said, flag
+                assert f"{words} (default {f.default})" in said, flag
             found |= {flag}
     assert len(found - {"run"}) == 39
     with pytest.raises(SystemExit):
@@ -3328,6 +3329,60 @@ def assert_refused(folder, capsys, arguments, *says, program=mtp):
     assert not any("Traceback" in line for line in lines), lines
     assert all(says in errors[0] for says in map(str, says)), errors[0]
     assert every_file(folder) == before
+
+
+# ---- What is refused: options, runs, states ----------------------------------------------------------------
+
+BOUNDED = {  # a value that is just outside, just inside; in every command that has the flag
+    "seq_len": (2, 3), "micro_batch_size": (0, 1), "eval_size": (0, 1), "sp": (0, 1), "ttt_length": (0, 1),
+    "n_routed_experts": (0, 1), "num_experts_per_tok": (0, 1), "moe_intermediate_size": (0, 1),
+    "steps": (0, 1), "batch_size": (0, 1), "max_new_tokens": (0, 1), "warmup_steps": (-1, 0),
+    "eval_every": (-1, 0), "save_every": (-1, 0), "seed": (-1, 0), "decay": (-0.1, 0.0),
+    "lr": (0.0, 1e-9), "clip": (0.0, 1e-9), "balance_rate": (-1e-9, 0.0)}
+NUMBERS = [(command, f) for command, (_, options) in mtp.COMMANDS.items()
+           for f in dataclasses.fields(options) if f.type in ("int", "float")]
+
+
+@pytest.mark.parametrize("command, f", NUMBERS, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_numbers_have_bounds_in_every_command(command, f, tmp_path, capsys):
+    """Outside, negative, nan and inf are refused by name; the least value is taken."""
+    name, (outside, inside) = "--" + f.name.replace("_", "-"), BOUNDED[f.name]
+    for value in (outside, -7, *("nan", "inf", "-inf") * (f.type == "float")):
+        says = name, value, f"must be {mtp.bounds(f)}"
+        assert_refused(tmp_path, capsys, [command, f"{name}={value}"], *says)
+    assert getattr(mtp.parse([command, name, str(inside)])[1], f.name) == inside
+
+
+TEXTS = [(command, f.name) for command, (_, options) in mtp.COMMANDS.items()
+         for f in dataclasses.fields(options) if f.type in ("str", "list") and "choices" not in f.metadata
+         and f.default is not dataclasses.MISSING]
+
+
+@pytest.mark.parametrize("command, name", TEXTS)
+def test_empty_texts_are_refused_in_every_command(command, name, tmp_path, capsys):
+    name = "--" + name.replace("_", "-")
+    assert_refused(tmp_path, capsys, [command, name, ""], f"{name} is empty: give it a value or leave it out")
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--lr", "0"], "--lr 0.0 must be above 0"),
+    (["--decay", "1.01"], "--decay 1.01 must be at least 0, at most 1"),
+    (["--seed", 2 ** 32 + 1], "--seed 4294967297 must be at least 0, at most 4294967296"),
+    (["--loss", "ce:1+ce:2"], "loss 'ce:1+ce:2' is no sum"),
+    (["--loss", "ce:nan"], "loss 'ce:nan' is no sum"),
+    (["--loss", "ce:-1"], "loss 'ce:-1' is no sum"),
+    (["--eval-data", "x.txt"], "--eval-data is not read without --target DIR"),
+    (["--hidden-states", "x"], "give --target DIR with either --data FILE.. or --hidden-states DIR.."),
+    (["--target", "x", "--data", "a", "--hidden-states", "b", "--out", "o"], "give --target DIR with either"),
+    (["--target", "x", "--data", "a"], "--out runs/demo is the demo's; give --out DIR"),
+    (["--data", "a.txt", ""], "--data is empty"),
+    (["--seq-len", "9", "--ttt-length", "8"], "--seq-len 9 has no row that counts: raise it"),
+    (["--init", "nowhere"], "--init nowhere is neither auto, warm, scratch nor a draft directory"),
+    (["--steps", "1.5"], "invalid int value: '1.5'"),
+    (["--lr", "much"], "invalid float value: 'much'"),
+])
+def test_options_that_make_no_sense_are_refused(arguments, says, tmp_path, capsys):
+    assert_refused(tmp_path, capsys, arguments, says)
 
 
 # what each engine's draft layer does with its own output and with position 0, of either layout
