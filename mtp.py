@@ -1966,6 +1966,21 @@ def check_train_config(cfg):
     require(known, f"--init {cfg.init} is neither auto, warm, scratch nor a draft directory")
     require(not cfg.sp or cfg.backend == "usp",
             f"--sp {cfg.sp} splits sequences: add --backend usp")
+    check_out(cfg.out)
+
+RUN_FILES = {"config.json", "model.safetensors", "settings.json", "metrics.jsonl", "plot.png",
+             "checkpoints", "best"}
+
+def check_out(out):
+    """Refuse an OUT with anything that no run wrote: a target, another project's model."""
+    found = os.listdir(out) if os.path.exists(out) else []
+    names = {name.removeprefix(".").removesuffix(".partial") for name in found}
+    config = Path(out, "config.json")
+    draft = config.exists() and '"ttt_length"' in config.read_text()
+    if draft or "settings.json" in names:
+        names -= RUN_FILES
+    require(not names, f"--out {out} holds {', '.join(sorted(names)[:4])}, which no training run "
+            "wrote: give a new folder, or that of a run")
 
 def state_to_resume(cfg):
     """The training state that --resume names; None for a new run."""

@@ -3385,6 +3385,47 @@ def test_options_that_make_no_sense_are_refused(arguments, says, tmp_path, capsy
     assert_refused(tmp_path, capsys, arguments, says)
 
 
+@pytest.fixture(scope="session")
+def foreign(tiny, trained, tmp_path_factory):
+    """{name: folder} of folders that no training run wrote, or that hold something else, too."""
+    folder = tmp_path_factory.mktemp("foreign")
+    shutil.copytree(tiny[0], folder / "target")
+    (folder / "link").symlink_to(folder / "target")
+    convert_cli(trained, "--out", folder / "served")
+    for name in ("project", "no-config", "notes", "partial", "best-only"):
+        (folder / name).mkdir()
+    for name in ("project/config.json", "project/model.safetensors", "no-config/model.safetensors"):
+        (folder / name).write_text("{}")
+    (folder / "project/config.json").write_text('{"model_type": "bert", "format": 1}')
+    shutil.copytree(trained, folder / "draft-and-notes")
+    for name in ("notes/notes.txt", "draft-and-notes/notes.txt", "partial/.notes.txt.partial"):
+        (folder / name).write_text("mine")
+    (folder / "file").write_text("mine")
+    return folder
+
+
+@pytest.mark.parametrize("name, says", [
+    ("target", "holds chat_template"), ("link", "holds chat_template"), ("served", "holds "),
+    ("project", "holds config.json, model.safetensors, which no training run wrote"),
+    ("no-config", "holds model.safetensors"), ("notes", "holds notes.txt"), ("partial", "holds notes.txt"),
+    ("draft-and-notes", "holds notes.txt, which"), ("file", "Not a directory")])
+def test_an_out_with_something_of_others_is_refused(name, says, tiny, foreign, capsys):
+    assert_refused(foreign, capsys, flags(tiny, foreign / name), foreign / name, says)
+
+
+def test_an_out_that_a_run_wrote_is_taken(trained, tmp_path):
+    mtp.check_out(tmp_path / "new")
+    mtp.check_out(tmp_path)
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run/.model.safetensors.partial").write_bytes(b"half")
+    (tmp_path / "run/plot.png").write_bytes(b"")
+    mtp.check_out(tmp_path / "run")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/.settings.json.partial").write_text("{")
+    (tmp_path / "begun/model.safetensors").write_bytes(b"")
+    mtp.check_out(tmp_path / "begun")
+
+
 # what each engine's draft layer does with its own output and with position 0, of either layout
 @pytest.mark.parametrize("family, engine, recycle, zero", [
     ("glm4_moe", "vllm", "pre", True), ("glm4_moe", "sglang", "post", False),
