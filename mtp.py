@@ -1807,13 +1807,15 @@ def training_state(model, optimizer, progress):
 
 def save_state(out, model, optimizer, progress, ranks):
     """Write OUT/checkpoints/step-N, all ranks together: aside first, then renamed, so that it is
-    whole or not there."""
+    whole or not there. Beside each file stands its sha256."""
     path = Path(out) / "checkpoints" / f"step-{progress.step}"
     fresh = convert.aside(path)
     barrier(ranks)  # all have removed what an interrupted save left
     dcp.save(training_state(model, optimizer, progress), checkpoint_id=fresh)
 
     if ranks.rank == 0:
+        for file in list(fresh.iterdir()):
+            Path(f"{file}.sha256").write_text(convert.sha256(file))
         convert.put_in_place(fresh, path)
         for old in saved_states(out)[:-KEPT_STATES]:
             shutil.rmtree(old)
@@ -1982,20 +1984,53 @@ def check_out(out):
     require(not names, f"--out {out} holds {', '.join(sorted(names)[:4])}, which no training run "
             "wrote: give a new folder, or that of a run")
 
+# What a resumed run may change: how long and where it runs, what it writes, what only rounds otherwise.
+MAY_CHANGE = {"target", "out", "resume", "steps", "eval_every", "save_every", "eval_size", "backend", "sp",
+              "micro_batch_size", "recompute", "device", "kernels", "target_device_map",
+              "trust_remote_code"}
+
+def settings_of(cfg):
+    """What OUT/settings.json notes: the options that a resumed run must share."""
+    return {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE}
+
+def check_settings(state, settings):
+    """Refuse to go on with other settings than the run of a training state began with."""
+    began = json.loads((state.parent.parent / "settings.json").read_text())
+    for name, value in settings.items():
+        require(began.get(name) == value, f"{state} is of a run with {name} {began.get(name)}, not "
+                f"{value}: give what it began with, or another --out")
+
+def check_files(state):
+    """Refuse a training state with a file that is not what was written."""
+    out = state.parent.parent
+    others = [str(other) for other in saved_states(out) if other.name != state.name]
+    for digest in state.glob("*.sha256"):
+        file = digest.with_suffix("")
+        require(file.exists() and convert.sha256(file) == digest.read_text(), f"{file} is damaged or "
+                f"lost: give --resume {' or '.join(others) or 'never and another --out'}")
+
 def state_to_resume(cfg):
     """The training state that --resume names; None for a new run."""
     resume = cfg.resume or ("auto" if variable("TORCHELASTIC_RESTART_COUNT") else "never")
     states = saved_states(cfg.out)
-
-    if resume == "auto":
-        return states[-1] if states else None
     if resume == "never":
         require(cfg.out == TrainConfig.out or not states, f"--out {cfg.out} holds training states: "
                 "add --resume auto to continue that run, or give another --out")
         return None
-    require((Path(resume) / ".metadata").exists(), f"--resume {resume} is no complete training "
-            "state: give auto, never or OUT/checkpoints/step-N")
-    return Path(resume)
+    if resume == "auto":
+        if not states:
+            return None
+        resume = states[-1]
+
+    state = Path(resume)
+    require((state / ".metadata.sha256").exists(), f"--resume {resume} is no complete training state: "
+            "give auto, never or OUT/checkpoints/step-N")
+    require(not states or os.path.samefile(state.parent.parent, cfg.out),
+            f"--out {cfg.out} holds states of another run than {state}: give another --out")
+    check_settings(state, settings_of(cfg))
+    if variable("RANK") == 0:
+        check_files(state)
+    return state
 
 def check_backend(name, target):
     reason = why_not_fa(target.device.type, target.lm_head.dtype)
@@ -2213,6 +2248,7 @@ def train(cfg):
     """Train a draft, written to OUT; returns the evaluations {"before": .., "after": ..}."""
     check_train_config(cfg)
     state = state_to_resume(cfg)
+    settings = settings_of(cfg)
     warnings.filterwarnings("ignore", message="torch.distributed is .*unavailable")  # one rank
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
@@ -2245,7 +2281,7 @@ def train(cfg):
     if ranks.mesh is not None:
         shard(run.ttt, ranks.mesh)
     optimizer = MasterAdamW(model)
-    progress = start_or_resume(run, optimizer, state)
+    progress = start_or_resume(run, optimizer, state, settings)
 
     results = {}
     if progress.step == 0:
@@ -2263,30 +2299,42 @@ def train(cfg):
         f"python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
     return results
 
-def start_or_resume(run, optimizer, state):
+def start_or_resume(run, optimizer, state, settings):
     """Progress of the run whose training state is given, or of a new one. What OUT has of later steps
     goes: of a new run, which only the demo starts over another, all."""
+    identity = {"target_config_sha256": run.target.sha256}
     progress = Progress()
     if state is not None:
         say(f"resuming from {state}")
-        meta = json.loads((state.parents[1] / "config.json").read_text())
-        expected = {**asdict(run.model.config), "target_config_sha256": run.target.sha256}
-        same = all(meta.get(name) == value for name, value in expected.items())
-        require(same, f"{state} is of another target or of a draft of other sizes; "
-                "give another --out")
+        check_settings(state, identity)
         progress = load_state(state, run.model, optimizer)
 
     barrier(run.ranks)  # all have looked for states
     if run.ranks.rank == 0:
         out = Path(run.cfg.out)
-        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with convert.atomic(out / "settings.json") as fresh:
+            fresh.write_text(json.dumps({**settings, **identity}, indent=2))
         for path in saved_states(out):
             if int(path.name[5:]) > progress.step:
                 shutil.rmtree(path)
         if state is None:
             (out / "metrics.jsonl").unlink(missing_ok=True)
             shutil.rmtree(out / "best", ignore_errors=True)
+        elif (out / "metrics.jsonl").exists():
+            cut_metrics(out / "metrics.jsonl", progress.step, run.cfg.steps)
     return progress
+
+def cut_metrics(file, step, steps):
+    """Keep what a run that goes on from `step` does not write again; no line that was cut in half."""
+    kept = []
+    for line in file.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            found = json.loads(line)
+            again = "eval" in found and found["step"] == steps
+            if found["step"] <= step and not again:
+                kept.append(line)
+    with convert.atomic(file) as fresh:
+        fresh.write_text("".join(kept))
 
 def train_loop(run, optimizer, progress, sequences, held):
     """Optimizer steps until cfg.steps: log, evaluate, save. Returns the signal that ended it, or

@@ -2215,7 +2215,7 @@ def test_resuming_is_bitwise_the_uninterrupted_run(tiny, tmp_path):
     assert_same_state(tmp_path / "whole/checkpoints/step-4", tmp_path / "parts/checkpoints/step-4")
     lines = [[json.loads(x) for x in (tmp_path / run / "metrics.jsonl").open()] for run in ("whole", "parts")]
     lines = [[line for line in run if "loss" in line] for run in lines]
-    for a, b in zip(lines[0], lines[1][:2] + lines[1][4:]):
+    for a, b in zip(*lines, strict=True):
         assert a.keys() == b.keys()
         for name in a.keys() - {"tokens_per_second", "data_seconds", "compute_seconds", "peak_memory"}:
             assert a[name] == b[name], name
@@ -2573,7 +2573,7 @@ def continue_from(run, out, step):
     """A copy of a run as it was when it had written step N's state, and no more."""
     (out / "checkpoints").mkdir(parents=True)
     shutil.copytree(run / f"checkpoints/step-{step}", out / f"checkpoints/step-{step}")
-    shutil.copy(run / "config.json", out)
+    shutil.copy(run / "settings.json", out)
 
 
 @pytest.mark.parametrize("n, backend", [(2, "usp"), (2, "fa"), (0, "sdpa")])
@@ -3130,7 +3130,7 @@ def test_a_run_of_another_target_is_not_resumed(tiny, uninterrupted, tmp_path, c
     arguments = flags((tmp_path / "other", tiny[1]), tmp_path / "run", resume="auto")
     assert mtp.main(arguments) == 2
     said = capsys.readouterr().err
-    assert "step-2 is of another target or of a draft of other sizes; give another --out" in said
+    assert "step-2 is of a run with target_config_sha256 " in said and "another --out" in said
     assert [path.name for path in mtp.saved_states(tmp_path / "run")] == ["step-2"]
 
 
@@ -3424,6 +3424,83 @@ def test_an_out_that_a_run_wrote_is_taken(trained, tmp_path):
     (tmp_path / "begun/.settings.json.partial").write_text("{")
     (tmp_path / "begun/model.safetensors").write_bytes(b"")
     mtp.check_out(tmp_path / "begun")
+
+
+@pytest.fixture(scope="session")
+def finished(tiny, tmp_path_factory):
+    """A run of 4 steps with the states of steps 2 and 4."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    mtp.train(options(tiny, out))
+    return out
+
+
+@pytest.mark.parametrize("name, value, old", [
+    ("seed", 7, 0), ("ttt_length", 2, 3), ("engine", "sglang", "vllm"), ("dtype", "bfloat16", "auto"),
+    ("loss", "ce:1", "ce:1+kl:1"), ("decay", 0.5, 0.8), ("lr", 1e-3, 0.01), ("batch_size", 2, 4),
+    ("seq_len", 40, 48), ("init", "warm", "scratch"), ("warmup_steps", 3, 2), ("clip", 0.5, 1.0),
+    ("balance_rate", 0.1, None)])
+@pytest.mark.parametrize("resume", ["auto", "step"])
+def test_a_run_is_not_resumed_with_other_settings(name, value, old, resume, tiny, finished, capsys):
+    resume = "auto" if resume == "auto" else finished / "checkpoints/step-2"
+    arguments = flags(tiny, finished, **{name: value}, resume=str(resume))
+    assert_refused(finished, capsys, arguments, f"is of a run with {name} {old}, not {value}: give what")
+
+
+def test_a_run_is_not_resumed_with_other_data(tiny, finished, tmp_path, capsys):
+    other = write_texts(tmp_path / "other.jsonl")
+    assert_refused(finished, capsys, flags((tiny[0], other), finished, resume="auto"),
+                   f"is of a run with data ['{tiny[1]}'], not ['{other}']")
+
+
+@pytest.mark.parametrize("change", [
+    dict(steps=9), dict(micro_batch_size=3), dict(backend="fa"), dict(eval_size=9), dict(eval_every=1),
+    dict(save_every=1), dict(recompute=True), dict(kernels="off"), dict(device="auto")], ids=str)
+def test_what_a_resumed_run_may_change(change, tiny, finished):
+    assert mtp.state_to_resume(options(tiny, finished, resume="auto", **change)).name == "step-4"
+
+
+def test_a_state_of_another_run_does_not_go_into_a_run(tiny, finished, tmp_path, capsys):
+    """Its own later states would be removed."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    arguments = flags(tiny, out, resume=str(finished / "checkpoints/step-2"))
+    assert_refused(out, capsys, arguments, f"--out {out} holds states of another run than {finished}")
+
+
+def flip(path):
+    found = bytearray(path.read_bytes())
+    found[len(found) // 2] ^= 4
+    path.write_bytes(found)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: os.truncate(path, 100)],
+                         ids=["flipped", "lost", "truncated"])
+@pytest.mark.parametrize("resume", ["auto", "step"])
+def test_a_damaged_state_is_named_and_the_one_before_it_offered(
+        file, damage, resume, tiny, finished, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    damage(out / "checkpoints/step-4" / file)
+    resume = "auto" if resume == "auto" else out / "checkpoints/step-4"
+    assert_refused(tmp_path, capsys, flags(tiny, out, resume=str(resume)),
+                   f"{out}/checkpoints/step-4/{file} is damaged or lost: ",
+                   f"give --resume {out}/checkpoints/step-2")
+    assert mtp.state_to_resume(options(tiny, out, resume=f"{out}/checkpoints/step-2")).name == "step-2"
+
+
+def test_metrics_of_a_resumed_run_have_each_step_once_and_whole(tiny, finished, tmp_path):
+    """Killed after step 4, while a line was written; resumed from step 2."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoints/step-4")
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')
+    mtp.train(options(tiny, out, steps=6, resume="auto"))
+    mtp.train(options(tiny, out, steps=6, resume="auto"))  # evaluates once more
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "eval" in line] == [0, 6]
 
 
 # what each engine's draft layer does with its own output and with position 0, of either layout
