@@ -1644,6 +1644,9 @@ def start_ranks(device="auto", backend="sdpa", sp=None):
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
+        found = torch.cuda.device_count()
+        require(variable("LOCAL_RANK") < found, f"--device cuda: torch finds {found} CUDA devices, "
+                "fewer than ranks: start as many ranks, or give --device cpu")
         torch.cuda.set_device(variable("LOCAL_RANK"))
 
     if world == 1 and backend != "usp":
@@ -2228,7 +2231,11 @@ def make_draft(cfg, target, ranks):
     """The draft on its device, with the target's embedding and head; whether it is from scratch."""
     prefix = convert.mtp_prefix(target.config, target.checkpoint.files)
     require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
-    model = MTP(target.draft_config).to(target.lm_head.dtype)
+    dtype = target.lm_head.dtype
+    if dtype == torch.float16:
+        dtype = torch.float32
+        say("the target is fp16: its draft is trained in fp32, whose gradients do not underflow")
+    model = MTP(target.draft_config).to(dtype)
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
 
     scratch = False
@@ -2241,7 +2248,7 @@ def make_draft(cfg, target, ranks):
         convert.read_layer(target.checkpoint, prefix, model.state_dict())
     else:
         scratch = True
-    model.to(ranks.device).set_target(target.embed, target.lm_head)
+    model.to(ranks.device).set_target(target.embed.to(dtype), target.lm_head.to(dtype))
     return model, scratch
 
 def train(cfg):
@@ -2253,8 +2260,6 @@ def train(cfg):
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(cfg, ranks, stored=bool(cfg.hidden_states))
-    dtype = target.lm_head.dtype
-
     H = target.draft_config.num_attention_heads
     P = ranks.sp
     longest = target.draft_config.max_position_embeddings
@@ -2269,8 +2274,8 @@ def train(cfg):
     sequences, held = read_sequences(cfg, target)
     model, scratch = make_draft(cfg, target, ranks)
     say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{'from scratch' if scratch else 'warm'}, {dtype} on {ranks.dp} x {P} {ranks.device.type} "
-        f"ranks (data x sequence), for {target.path}")
+        f"{'from scratch' if scratch else 'warm'}, {model.lm_head_weight.dtype} on {ranks.dp} x {P} "
+        f"{ranks.device.type} ranks (data x sequence), for {target.path}")
     if cfg.lr is None:
         cfg = replace(cfg, lr=3e-3 if scratch else 1e-4)
     if cfg.balance_rate is None:
@@ -2289,12 +2294,11 @@ def train(cfg):
         found = results["before"]["ce"][0]
         if not scratch and found > 0.9 * math.log(len(target.lm_head)):
             say(f"warning: the warm start's step-0 loss {found:.2f} is at or above a random draft's")
-    stopped_by = train_loop(run, optimizer, progress, sequences, held)
-    if stopped_by:
-        say(f"stopped by {stopped_by} after step {progress.step}; state saved, "
-            "--resume auto continues")
+    if train_loop(run, optimizer, progress, sequences, held):
+        say(f"stopped by a signal after step {progress.step}; state saved, --resume auto continues")
         return results
     results["after"] = report(run, held, progress, "after")
+    write_draft(cfg.out, run)
     say(f"draft written to {cfg.out}, peak memory {peak_memory(ranks.device) >> 20:,} MiB; try: "
         f"python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
     return results
@@ -2337,27 +2341,38 @@ def cut_metrics(file, step, steps):
         fresh.write_text("".join(kept))
 
 def train_loop(run, optimizer, progress, sequences, held):
-    """Optimizer steps until cfg.steps: log, evaluate, save. Returns the signal that ended it, or
-    None."""
+    """Optimizer steps until cfg.steps: log, evaluate, save. Returns whether SIGINT or SIGTERM, which do
+    not end the process here, ended the loop on any rank."""
     cfg = run.cfg
-    signals = watch_signals()
+    signals = []
+
+    def note(*signal_and_frame):
+        signals.append(signal_and_frame)
+
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     bar = tqdm(total=cfg.steps, initial=progress.step, desc="train", disable=run.ranks.rank > 0)
+    stop = False
+    try:
+        while progress.step < cfg.steps and not stop:
+            train_step(run, optimizer, progress, sequences, bar)
+            bar.update()
+            step = progress.step
+            last = step == cfg.steps
+            require(not last or progress.skipped < step,
+                    f"nothing was learned: all {step} steps were skipped; no draft is written")
 
-    while progress.step < cfg.steps:
-        train_step(run, optimizer, progress, sequences, bar)
-        bar.update()
-
-        step = progress.step
-        last = step == cfg.steps
-        if is_due(cfg.eval_every, step) and not last:
-            report(run, held, progress, str(step))
-        stop = all_sum(torch.tensor(len(signals), device=run.ranks.device)) > 0  # on any rank
-        if is_due(cfg.save_every, step) or last or stop:
-            write_draft(cfg.out, run)
-            save_state(cfg.out, run.model, optimizer, progress, run.ranks)
-        if stop and not last:
-            return (signals or ["a signal to another rank"])[0]
-    bar.close()
+            if is_due(cfg.eval_every, step) and not last:
+                report(run, held, progress, str(step))
+            stop = all_sum(torch.tensor(len(signals), device=run.ranks.device)) > 0
+            if is_due(cfg.save_every, step) or last or stop:
+                if progress.skipped < step and not last:  # the last one is evaluated first
+                    write_draft(cfg.out, run)
+                save_state(cfg.out, run.model, optimizer, progress, run.ranks)
+    finally:
+        bar.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return stop
 
 def train_step(run, optimizer, progress, sequences, bar):
     """An optimizer step and its line of metrics.jsonl; it is skipped if its loss or gradient is not
@@ -2401,15 +2416,6 @@ def train_step(run, optimizer, progress, sequences, bar):
         grad_norm=norm, lr=lr))
     bar.set_postfix(loss=loss.item(), accept_len=figures["accept_len"], refresh=False)
 
-def watch_signals():
-    """A list that collects the names of SIGINT and SIGTERM, which no longer end the process."""
-    names = []
-    def note(number, frame):
-        names.append(signal.Signals(number).name)
-    signal.signal(signal.SIGINT, note)
-    signal.signal(signal.SIGTERM, note)
-    return names
-
 def batch_of_step(step, sequences, cfg):
     """The packed sequences of an optimizer step; each epoch has an order of its own."""
     batch = []
@@ -2431,6 +2437,8 @@ def report(run, held, progress, label):
     result = evaluate(run, held)
     say(acceptance_line(label, result))
     log(run, {"step": progress.step, "eval": result})
+    require(math.isfinite(sum(result["kl"])),
+            f"the evaluation at step {progress.step} is not finite: look at the held-out texts")
     accept_len = result["accept_len"]
     if run.cfg.eval_every and label != "before" and accept_len > progress.best:
         progress.best = accept_len
@@ -2723,6 +2731,14 @@ def explain(error):
         return str(error)
     return None
 
+def first_to_fail():
+    """Of the ranks that torchrun started on this node, whose error files are side by side."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    try:
+        return not report or open(Path(report).parents[1] / "said", "x")
+    except FileExistsError:
+        return False
+
 def main(arguments):
     if LOST:
         sys.exit(f"mtp.py: error: {LOST}")
@@ -2737,7 +2753,8 @@ def main(arguments):
         line = explain(error)
         if line is None or os.environ.get("MTP_TRACEBACK"):
             raise
-        tqdm.write(f"mtp.py: error: {line}", file=sys.stderr)
+        if first_to_fail():
+            tqdm.write(f"mtp.py: error: {line}", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():
