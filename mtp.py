@@ -1841,7 +1841,10 @@ command_options = dataclass(frozen=True)
 def flag(default, help, **more):
     """A field whose flag has this help; more: `choices`, the `group` that begins with it, or bounds of
     its value: `least` and `most`, or `above`."""
-    return field(default=default, metadata={"help": help, **more})
+    words = {"above": "above", "least": "at least", "most": "at most"}
+    bounds = [f"{words[key]} {more[key]}" for key in words if key in more]
+    about = {"help": ", ".join([help, *bounds]), "bounds": ", ".join(bounds), **more}
+    return field(default=default, metadata=about)
 
 @command_options
 class TargetOptions:
@@ -2016,14 +2019,12 @@ def state_to_resume(cfg):
     """The training state that --resume names; None for a new run."""
     resume = cfg.resume or ("auto" if variable("TORCHELASTIC_RESTART_COUNT") else "never")
     states = saved_states(cfg.out)
-    if resume == "never":
-        require(cfg.out == TrainConfig.out or not states, f"--out {cfg.out} holds training states: "
-                "add --resume auto to continue that run, or give another --out")
-        return None
+    require(resume != "never" or not states or cfg.out == TrainConfig.out, f"--out {cfg.out} holds "
+            "training states: add --resume auto to continue that run, or give another --out")
     if resume == "auto":
-        if not states:
-            return None
-        resume = states[-1]
+        resume = states[-1] if states else "never"
+    if resume == "never":
+        return None
 
     state = Path(resume)
     require((state / ".metadata.sha256").exists(), f"--resume {resume} is no complete training state: "
@@ -2073,7 +2074,6 @@ def acceptance_sums(model, input_ids, hidden_states, loss_mask=None, doc_ids=Non
     """What evaluation wants to know of a batch; arguments as ttt_loss has them. Returns sums [8, K]
     float64 over counted rows (CE, KL, right, prefix hits, total variation, chances that steps 0..k of a
     sampled and of a greedy draft are accepted by a target that samples, 1) and hits (K, B, T) bool."""
-    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle)
     share = share_rows(input_ids, hidden_states, loss_mask, doc_ids, ttt_length, group)
     g = share.hidden[:, :share.position_ids.shape[1]].to(model.eh_proj.weight.dtype)
     ns, _ = ttt_steps(model, share.ids, g, share.position_ids, share.docs, ttt_length, BACKENDS[backend],
@@ -2186,14 +2186,9 @@ def as_drafted(recycle):
 def acceptance(sums):
     """Figures of metrics.jsonl, of sums [.., K]: CE, KL, right, prefix hits; in evaluations TV and
     the hits expected of sampled and of greedy drafts; counted rows."""
-
-    CE, KL, acc, prefix, *more = (sums[:-1] / sums[-1].clamp(min=1)).tolist()
-    figures = dict(ce=CE, kl=KL, acc=acc, accept_len=1 + sum(prefix))
-    if more:
-        TV, sampled, greedy = more
-        figures |= dict(tv=TV, accept_len_sampled=1 + sum(sampled),
-                        accept_len_greedy=1 + sum(greedy))
-    return figures
+    names = ("ce", "kl", "acc", "accept_len", "tv", "accept_len_sampled", "accept_len_greedy")
+    means = sums[:-1] / sums[-1].clamp(min=1)
+    return {name: 1 + sum(x) if "accept" in name else x for name, x in zip(names, means.tolist())}
 
 def walk(hits, loss_mask, docs):
     """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text.
@@ -2255,11 +2250,11 @@ def train(cfg):
     """Train a draft, written to OUT; returns the evaluations {"before": .., "after": ..}."""
     check_train_config(cfg)
     state = state_to_resume(cfg)
-    settings = settings_of(cfg)
     warnings.filterwarnings("ignore", message="torch.distributed is .*unavailable")  # one rank
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(cfg, ranks, stored=bool(cfg.hidden_states))
+    settings = {**settings_of(cfg), "target_config_sha256": target.sha256}
     H = target.draft_config.num_attention_heads
     P = ranks.sp
     longest = target.draft_config.max_position_embeddings
@@ -2306,37 +2301,31 @@ def train(cfg):
 def start_or_resume(run, optimizer, state, settings):
     """Progress of the run whose training state is given, or of a new one. What OUT has of later steps
     goes: of a new run, which only the demo starts over another, all."""
-    identity = {"target_config_sha256": run.target.sha256}
     progress = Progress()
     if state is not None:
         say(f"resuming from {state}")
-        check_settings(state, identity)
+        check_settings(state, settings)
         progress = load_state(state, run.model, optimizer)
 
     barrier(run.ranks)  # all have looked for states
     if run.ranks.rank == 0:
         out = Path(run.cfg.out)
         with convert.atomic(out / "settings.json") as fresh:
-            fresh.write_text(json.dumps({**settings, **identity}, indent=2))
+            fresh.write_text(json.dumps(settings, indent=2))
         for path in saved_states(out):
             if int(path.name[5:]) > progress.step:
                 shutil.rmtree(path)
         if state is None:
-            (out / "metrics.jsonl").unlink(missing_ok=True)
             shutil.rmtree(out / "best", ignore_errors=True)
-        elif (out / "metrics.jsonl").exists():
-            cut_metrics(out / "metrics.jsonl", progress.step, run.cfg.steps)
+        cut_metrics(out / "metrics.jsonl", progress.step, run.cfg.steps)
     return progress
 
 def cut_metrics(file, step, steps):
-    """Keep what a run that goes on from `step` does not write again; no line that was cut in half."""
-    kept = []
-    for line in file.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            found = json.loads(line)
-            again = "eval" in found and found["step"] == steps
-            if found["step"] <= step and not again:
-                kept.append(line)
+    """Keep what a run that goes on from `step` does not write again, and no line that was cut in half."""
+    again = f"(?!{steps if step else 0}, \"eval)"  # the evaluation at the end; of a new run, at the start
+    file.touch()
+    lines = re.finditer(rf'{{"step": {again}(\d+), .*\n', file.read_text())
+    kept = [line[0] for line in lines if int(line[1]) <= step]
     with convert.atomic(file) as fresh:
         fresh.write_text("".join(kept))
 
@@ -2604,10 +2593,8 @@ def evaluate_command(cfg):
     sequences = pack(read_samples(files, target, cfg.seq_len, shortest), cfg.seq_len)
     chosen = spread(sequences, cfg.eval_size)
     result = evaluate(Run(model, target, cfg, ranks, cfg.backend, **options), chosen)
-
     say(acceptance_line("draft", result))
-    say(f"walk: accepted per position {decimals(result['walk'])}; {result['rows']:,} rows of "
-        f"{len(chosen)} of {len(sequences)} sequences of {cfg.seq_len} counted")
+    say(f"walk: accepted per position {decimals(result['walk'])}; {result['rows']:,} rows counted")
 
 def generate_command(cfg):
     """Continue a prompt greedily, by speculative and by plain decoding; compare tokens and time."""
@@ -2664,41 +2651,33 @@ COMMANDS = {  # the function, and the class of its options
     "capture": (capture, CaptureConfig),
     "plot": (plot, PlotConfig)}
 
-def name_of(f):
-    return "--" + f.name.replace("_", "-")
+def nonempty(text):
+    require(text, "empty")  # argparse names the flag
+    return text
 
-def bounds(f):
-    """An option's bounds: "above 0", "at least 0, at most 1"; "" if it has none."""
-    words = {"above": "above", "least": "at least", "most": "at most"}
-    return ", ".join(f"{words[key]} {x}" for key, x in f.metadata.items() if key in words)
-
-def check_value(f, value):
-    """Refuse an option's value that is empty, no finite number or out of its bounds."""
-    given = value if isinstance(value, list) else [value]
-    require("" not in given, f"{name_of(f)} is empty: give it a value or leave it out")
-    if type(value) in (int, float):
-        above = f.metadata.get("above")
-        least = f.metadata.get("least", above)
-        fits = least <= value <= f.metadata.get("most", sys.float_info.max)
-        require(fits and value != above, f"{name_of(f)} {value} must be {bounds(f)}")
+def check_number(f, value):
+    """Refuse a number that is not finite or out of its option's bounds."""
+    above = f.metadata.get("above")
+    least = f.metadata.get("least", above)
+    fits = least <= value <= f.metadata.get("most", sys.float_info.max)
+    require(fits and value != above,
+            f"--{f.name.replace('_', '-')} {value} must be {f.metadata['bounds']}")
 
 def add_flags(parser, options):
     """A flag for each field of a class of options."""
-    kinds = {"str": str, "int": int, "float": float, "list": str}
+    kinds = {"str": {"type": nonempty}, "list": {"type": nonempty, "nargs": "+"}, "int": {"type": int},
+             "float": {"type": float}, "bool": {"action": "store_true"}}
     group = parser
     for f in fields(options):
-        text = ", ".join(filter(None, [f.metadata["help"], bounds(f)]))
-        if "group" in f.metadata:
-            group = parser.add_argument_group(f.metadata["group"])
-        if f.default is MISSING:
-            parser.add_argument(f.name, help=text)
-        elif f.type == "bool":
-            group.add_argument(name_of(f), action="store_true", help=text)
-        else:
-            shown = text if f.default is None else f"{text} (default {f.default})"
-            nargs = "+" if f.type == "list" else None
-            group.add_argument(name_of(f), type=kinds[f.type], default=f.default, help=shown,
-                               nargs=nargs, choices=f.metadata.get("choices"))
+        about = f.metadata
+        if "group" in about:
+            group = parser.add_argument_group(about["group"])
+        shown = about["help"]
+        if type(f.default) in (int, float, str):
+            shown += f" (default {f.default})"
+        name = f.name if f.default is MISSING else "--" + f.name.replace("_", "-")
+        added = group.add_argument(name, default=f.default, help=shown, **kinds[f.type])
+        added.choices = about.get("choices")
 
 def parse(arguments):
     """The function and the options of a command line; flags without a command are train's."""
@@ -2718,7 +2697,8 @@ def parse(arguments):
     values = vars(parser.parse_args(arguments))
     function, options = COMMANDS[values.pop("command")]
     for f in fields(options):
-        check_value(f, values[f.name])
+        if type(values[f.name]) in (int, float):
+            check_number(f, values[f.name])
     return function, options(**values)
 
 def explain(error):
@@ -2751,7 +2731,7 @@ def main(arguments):
     except (Exception, dcp.api.CheckpointException) as error:
         get_error_handler().record_exception(error)  # torchrun's summary quotes it
         line = explain(error)
-        if line is None or os.environ.get("MTP_TRACEBACK"):
+        if line is None:
             raise
         if first_to_fail():
             tqdm.write(f"mtp.py: error: {line}", file=sys.stderr)
