@@ -1757,8 +1757,8 @@ def learning_rate(step, cfg):
     """Linear warm-up to lr over warmup_steps, then a cosine to LR_FLOOR of it at the end."""
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
-    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    done = (step - cfg.warmup_steps) / (cfg.steps - cfg.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
     return cfg.lr * (LR_FLOOR + (1 - LR_FLOOR) * cosine)
 
 def save_draft(path, model, meta, rank=0):
@@ -2095,23 +2095,23 @@ def acceptance_sums(model, input_ids, hidden_states, loss_mask=None, doc_ids=Non
 
 class Run:
     """A draft and its target on these ranks: micro-batches, their hidden states, gradients.
-    cfg: BatchOptions; options: those that ttt_loss and acceptance_sums share."""
-    def __init__(self, model, target, cfg, ranks, backend, **options):
+    cfg: BatchOptions; drafting: ttt_length, recycle, zero_first_embedding."""
+    def __init__(self, model, target, cfg, ranks, backend, **drafting):
         self.model = model
         self.target = target
         self.cfg = cfg
         self.ranks = ranks
         self.ttt = TTT(model)
-        self.options = dict(backend=backend, group=ranks.group, **options)
+        self.drafting = drafting
+        self.options = dict(backend=backend, group=ranks.group, **drafting)
         self.data_seconds = 0.0  # spent on hidden states
 
     def batches(self, sequences):
         """This rank's share of packed sequences, in as many micro-batches on every rank: [(part of
         the sequences, input_ids, loss_mask, doc_ids)]."""
         ranks = self.ranks
-        missing = -len(sequences) % ranks.dp
-        sequences = sequences + [[]] * missing  # an empty one counts nowhere
-        mine = sequences[ranks.rank // ranks.sp::ranks.dp]
+        padded = sequences + [[]] * (-len(sequences) % ranks.dp)  # an empty one counts nowhere
+        mine = padded[ranks.rank // ranks.sp::ranks.dp]
 
         batches = []
         size = self.cfg.micro_batch_size
@@ -2270,7 +2270,7 @@ def train(cfg):
     model, scratch = make_draft(cfg, target, ranks)
     say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{'from scratch' if scratch else 'warm'}, {model.lm_head_weight.dtype} on {ranks.dp} x {P} "
-        f"{ranks.device.type} ranks (data x sequence), for {target.path}")
+        f"{ranks.device.type} ranks (data x sequence)")
     if cfg.lr is None:
         cfg = replace(cfg, lr=3e-3 if scratch else 1e-4)
     if cfg.balance_rate is None:
@@ -2286,9 +2286,8 @@ def train(cfg):
     results = {}
     if progress.step == 0:
         results["before"] = report(run, held, progress, "before")
-        found = results["before"]["ce"][0]
-        if not scratch and found > 0.9 * math.log(len(target.lm_head)):
-            say(f"warning: the warm start's step-0 loss {found:.2f} is at or above a random draft's")
+        if not scratch and results["before"]["ce"][0] > 0.9 * math.log(len(target.lm_head)):
+            say("warning: the warm start's cross-entropy is at or above a random draft's")
     if train_loop(run, optimizer, progress, sequences, held):
         say(f"stopped by a signal after step {progress.step}; state saved, --resume auto continues")
         return results
@@ -2435,9 +2434,8 @@ def report(run, held, progress, label):
     return result
 
 def write_draft(path, run):
-    meta = dict(ttt_length=run.cfg.ttt_length, engine=run.cfg.engine, recycle=run.options["recycle"],
-                zero_first_embedding=run.options["zero_first_embedding"],
-                target=str(run.target.path.resolve()), target_config_sha256=run.target.sha256)
+    meta = dict(**run.drafting, engine=run.cfg.engine, target=str(run.target.path.resolve()),
+                target_config_sha256=run.target.sha256)
     save_draft(path, run.model, meta, run.ranks.rank)
 
 def peak_memory(device):
@@ -2447,21 +2445,19 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 def plot(cfg):
-    """Draw a run's acceptance per step and its loss over the optimizer steps: RUN/plot.png."""
+    """Draw a run's acc of each draft step (dots: held out) and its loss to RUN/plot.png."""
     require(find_spec("matplotlib"), "plot needs matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure
     lines = [json.loads(line) for line in open(Path(cfg.run, "metrics.jsonl"))]
     trained = [line for line in lines if "loss" in line]
     held = [line for line in lines if "eval" in line]
-    steps = [line["step"] for line in trained]
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(steps, [line["acc"] for line in trained])
-    left.plot([line["step"] for line in held], [line["eval"]["acc"] for line in held], "k.")
-    left.set(title="acc of each draft step (dots: held out) over optimizer steps")
-    right.plot(steps, [line["loss"] for line in trained])
-    right.set(title="loss")
+    for axis, name in zip(figure.subplots(1, 2), ("acc", "loss")):
+        axis.plot([line["step"] for line in trained], [line[name] for line in trained])
+        axis.set_title(f"{name} over optimizer steps")
+    dots = [line["eval"]["acc"] for line in held]
+    figure.axes[0].plot([line["step"] for line in held], dots, "k.")
     file = Path(cfg.run, "plot.png")
     figure.savefig(file, dpi=120)
     say(f"drew {file}")
@@ -2591,8 +2587,8 @@ def evaluate_command(cfg):
     files = cfg.data or stdlib_files(every=6)[1]
     shortest = options["ttt_length"] + 2
     sequences = pack(read_samples(files, target, cfg.seq_len, shortest), cfg.seq_len)
-    chosen = spread(sequences, cfg.eval_size)
-    result = evaluate(Run(model, target, cfg, ranks, cfg.backend, **options), chosen)
+    run = Run(model, target, cfg, ranks, cfg.backend, **options)
+    result = evaluate(run, spread(sequences, cfg.eval_size))
     say(acceptance_line("draft", result))
     say(f"walk: accepted per position {decimals(result['walk'])}; {result['rows']:,} rows counted")
 
