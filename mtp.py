@@ -2181,7 +2181,7 @@ def evaluate(run, sequences):
 
 def as_drafted(recycle):
     """The setting to draft with: a draft that was trained with "both" is judged, and drafts, with "post"."""
-    return "post" if recycle == "both" else recycle
+    return recycle.replace("both", "post")
 
 def acceptance(sums):
     """Figures of metrics.jsonl, of sums [.., K]: CE, KL, right, prefix hits; in evaluations TV and
@@ -2408,8 +2408,8 @@ def batch_of_step(step, sequences, cfg):
     """The packed sequences of an optimizer step; each epoch has an order of its own."""
     batch = []
     n = len(sequences)
-    for i in range(cfg.batch_size):
-        epoch, at = divmod(step * cfg.batch_size + i, n)
+    for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size):
+        epoch, at = divmod(i, n)
         batch.append(sequences[shuffled(n, cfg.seed, epoch)[at]])
     return batch
 
@@ -2653,7 +2653,7 @@ def nonempty(text):
 
 def check_number(f, value):
     """Refuse a number that is not finite or out of its option's bounds."""
-    above = f.metadata.get("above")
+    above = f.metadata.get("above", -math.inf)
     least = f.metadata.get("least", above)
     fits = least <= value <= f.metadata.get("most", sys.float_info.max)
     require(fits and value != above,
