@@ -1109,6 +1109,7 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 try:
@@ -1662,6 +1663,9 @@ def start_ranks(device="auto", backend="sdpa", sp=None):
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
+        found = torch.cuda.device_count()
+        require(variable("LOCAL_RANK") < found, f"--device cuda: torch finds {found} CUDA devices, "
+                "fewer than ranks: start as many ranks, or give --device cpu")
         torch.cuda.set_device(variable("LOCAL_RANK"))
 
     if world == 1 and backend != "usp":
@@ -1672,8 +1676,8 @@ def start_ranks(device="auto", backend="sdpa", sp=None):
     backends = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backends, store=meeting_point(), rank=rank, world_size=world)
     mesh = init_device_mesh(device, (world // sp, sp), mesh_dim_names=("dp", "sp"))
-    group = mesh["sp"].get_group() if backend == "usp" else None
-    everyone = mesh["dp", "sp"]._flatten() if world > 1 else None
+    group = mesh.get_group("sp") if backend == "usp" else None
+    everyone = mesh._flatten() if world > 1 else None
     return Ranks(rank, world // sp, sp, group, torch.device(device), everyone)
 
 def meeting_point():
@@ -1768,13 +1772,13 @@ class MasterAdamW:
         for name, p in self.params.items():
             p.copy_(self.masters[name])
 
-def learning_rate(step, peak, cfg):
-    """Linear warm-up to `peak` over warmup_steps, then a cosine to LR_FLOOR of it at the end."""
+def learning_rate(step, cfg):
+    """Linear warm-up to lr over warmup_steps, then a cosine to LR_FLOOR of it at the end."""
     if step < cfg.warmup_steps:
-        return peak * (step + 1) / cfg.warmup_steps
-    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return peak * (LR_FLOOR + (1 - LR_FLOOR) * cosine)
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    done = (step - cfg.warmup_steps) / (cfg.steps - cfg.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return cfg.lr * (LR_FLOOR + (1 - LR_FLOOR) * cosine)
 
 def save_draft(path, model, meta, rank=0):
     """Write a draft directory: model.safetensors (the state_dict), config.json (MTPConfig and
@@ -1803,7 +1807,6 @@ class Progress:
     step: int = 0
     tokens: int = 0
     skipped: int = 0           # steps whose loss or gradient was not finite
-    bad_samples: int = 0       # samples of those steps
     skipped_in_a_row: int = 0
     best: float = 0.0          # accept_len of OUT/best; the last field, see load_state
 
@@ -1826,13 +1829,15 @@ def training_state(model, optimizer, progress):
 
 def save_state(out, model, optimizer, progress, ranks):
     """Write OUT/checkpoints/step-N, all ranks together: aside first, then renamed, so that it is
-    whole or not there."""
+    whole or not there. Beside each file stands its sha256."""
     path = Path(out) / "checkpoints" / f"step-{progress.step}"
     fresh = convert.aside(path)
     barrier(ranks)  # all have removed what an interrupted save left
     dcp.save(training_state(model, optimizer, progress), checkpoint_id=fresh)
 
     if ranks.rank == 0:
+        for file in list(fresh.iterdir()):
+            Path(f"{file}.sha256").write_text(convert.sha256(file))
         convert.put_in_place(fresh, path)
         for old in saved_states(out)[:-KEPT_STATES]:
             shutil.rmtree(old)
@@ -1853,8 +1858,12 @@ def load_state(path, model, optimizer):
 command_options = dataclass(frozen=True)
 
 def flag(default, help, **more):
-    """A field whose flag has this help; more: `choices`, or the `group` that begins with it."""
-    return field(default=default, metadata={"help": help, **more})
+    """A field whose flag has this help; more: `choices`, the `group` that begins with it, or bounds of
+    its value: `least` and `most`, or `above`."""
+    words = {"above": "above", "least": "at least", "most": "at most"}
+    bounds = [f"{words[key]} {more[key]}" for key in words if key in more]
+    about = {"help": ", ".join([help, *bounds]), "bounds": ", ".join(bounds), **more}
+    return field(default=default, metadata=about)
 
 @command_options
 class TargetOptions:
@@ -1874,13 +1883,14 @@ class TargetOptions:
 class BatchOptions(TargetOptions):
     """How sequences go through the draft, in training and evaluation."""
     seq_len: int = flag(
-        256, "tokens per packed sequence; longer documents are cut", group="sequences")
-    micro_batch_size: int = flag(8, "sequences per forward pass and rank; smaller saves memory")
-    eval_size: int = flag(32, "held-out sequences per evaluation")
+        256, "tokens per packed sequence; longer documents are cut", group="sequences", least=3)
+    micro_batch_size: int = flag(
+        8, "sequences per forward pass and rank; smaller saves memory", least=1)
+    eval_size: int = flag(32, "held-out sequences per evaluation", least=1)
     backend: str = flag(
         "sdpa", "attention: sdpa dense; fa linear memory; usp fa, sequences split over ranks",
-        choices=["sdpa", "fa", "usp", "auto"])
-    sp: int = flag(None, "usp: ranks that share a sequence; default all")
+        choices=["sdpa", "fa", "usp"])
+    sp: int = flag(None, "usp: ranks that share a sequence; default all", least=1)
 
 @command_options
 class TrainConfig(BatchOptions):
@@ -1893,31 +1903,34 @@ class TrainConfig(BatchOptions):
 
     init: str = flag(
         "auto", "warm (the target's MTP layer), scratch, auto or a draft directory", group="draft")
-    n_routed_experts: int = flag(None, "E, for a dense target (default 8)")
-    num_experts_per_tok: int = flag(None, "A, for a dense target (default 2)")
-    moe_intermediate_size: int = flag(None, "F, for a dense target; divides its MLP's width")
+    n_routed_experts: int = flag(None, "E, for a dense target (default 8)", least=1)
+    num_experts_per_tok: int = flag(None, "A, for a dense target (default 2)", least=1)
+    moe_intermediate_size: int = flag(
+        None, "F, for a dense target; divides its MLP's width", least=1)
 
-    ttt_length: int = flag(3, "K, draft steps trained from every row", group="objective")
+    ttt_length: int = flag(
+        3, "K, draft steps trained from every row", group="objective", least=1)
     engine: str = flag(
         "vllm", "what will serve the draft, which decides what its steps are fed",
         choices=["vllm", "sglang", "transformers", "any"])
     loss: str = flag("ce:1+kl:1", f"sum of weighted terms: {', '.join(LOSS_TERMS)}")
-    decay: float = flag(0.8, "step k weighs decay ** k")
+    decay: float = flag(0.8, "step k weighs decay ** k", least=0, most=1)
     recompute: bool = flag(
         False, "compute a step's activations again in the backward pass: less memory")
 
-    steps: int = flag(120, "optimizer steps", group="optimization")
-    batch_size: int = flag(8, "sequences per optimizer step, over all ranks")
-    lr: float = flag(None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm")
-    warmup_steps: int = flag(20, "steps of linear warm-up")
-    clip: float = flag(1.0, "largest global gradient norm")
+    steps: int = flag(120, "optimizer steps", group="optimization", least=1)
+    batch_size: int = flag(8, "sequences per optimizer step, over all ranks", least=1)
+    lr: float = flag(
+        None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm", above=0)
+    warmup_steps: int = flag(20, "steps of linear warm-up", least=0)
+    clip: float = flag(1.0, "largest global gradient norm", above=0)
     balance_rate: float = flag(
-        None, "step of the router's bias; default 0.01 from scratch, 0 warm")
-    seed: int = flag(0, "of initialisation and data order")
+        None, "step of the router's bias; default 0.01 from scratch, 0 warm", least=0)
+    seed: int = flag(0, "of initialisation and data order", least=0, most=2 ** 32)
 
     eval_every: int = flag(
-        0, "steps between evaluations, best to OUT/best; 0: at both ends", group="run")
-    save_every: int = flag(100, "steps between training states; 0: only at the end")
+        0, "steps between evaluations, best to OUT/best; 0: at both ends", group="run", least=0)
+    save_every: int = flag(100, "steps between training states; 0: only at the end", least=0)
     resume: str = flag(
         None, "auto, never or a checkpoints/step-N; default: auto if torchrun restarts it")
 
@@ -1928,7 +1941,8 @@ class DraftOptions(TargetOptions):
     engine: str = flag(
         None, "draft as this engine does; default: the one it was trained for",
         choices=["vllm", "sglang", "transformers"])
-    ttt_length: int = flag(None, "K, drafted tokens; default: as many as were trained")
+    ttt_length: int = flag(
+        None, "K, drafted tokens; default: as many as were trained", least=1)
 
 @command_options
 class EvalConfig(DraftOptions, BatchOptions):
@@ -1940,7 +1954,7 @@ class AnswerOptions(TargetOptions):
     raw: bool = flag(
         False, "continue prompts as plain text even if the tokenizer has a chat template",
         group="answers")
-    max_new_tokens: int = flag(128, "length limit of an answer")
+    max_new_tokens: int = flag(128, "length limit of an answer", least=1)
 
 @command_options
 class GenerateConfig(DraftOptions, AnswerOptions):
@@ -1951,29 +1965,27 @@ class GenerateDataConfig(AnswerOptions):
     prompts: str = flag(
         None, ".txt, a prompt a line, or .jsonl of {prompt} or {messages}", group="data")
     out: str = flag(None, ".jsonl to write")
-    batch_size: int = flag(8, "prompts at a time")
+    batch_size: int = flag(8, "prompts at a time", least=1)
 
 @command_options
 class CaptureConfig(TargetOptions):
     data: list = flag(None, ".txt or .jsonl ({text} or {messages})", group="data")
     out: str = flag(None, "directory to write")
-    seq_len: int = flag(256, "tokens per file; longer documents are cut")
+    seq_len: int = flag(256, "tokens per file; longer documents are cut", least=3)
 
 @command_options
 class PlotConfig:
     run: str = field(metadata={"help": "OUT directory of a training run"})
 
 def check_train_config(cfg):
-    """Refuse what cannot work before anything is loaded."""
-    for name in ("steps", "ttt_length", "batch_size", "micro_batch_size", "eval_size"):
-        value = getattr(cfg, name)
-        require(value > 0, f"--{name.replace('_', '-')} {value} must be at least 1")
+    """Refuse options that do not go together before anything is loaded."""
     require(cfg.seq_len >= cfg.ttt_length + 2,
             f"--seq-len {cfg.seq_len} has no row that counts: raise it")
-
     lacking = (cfg.data, cfg.hidden_states).count(None)
     require(lacking == (1 if cfg.target else 2), "give --target DIR with either --data FILE.. or "
             "--hidden-states DIR.., or none of them: the demo")
+    require(cfg.target or not cfg.eval_data,
+            "--eval-data is not read without --target DIR: the demo holds out its own")
     require(not cfg.target or cfg.out != TrainConfig.out,
             f"--out {cfg.out} is the demo's; give --out DIR")
 
@@ -1982,34 +1994,72 @@ def check_train_config(cfg):
     require(known, f"--init {cfg.init} is neither auto, warm, scratch nor a draft directory")
     require(not cfg.sp or cfg.backend == "usp",
             f"--sp {cfg.sp} splits sequences: add --backend usp")
+    check_out(cfg.out)
+
+RUN_FILES = {"config.json", "model.safetensors", "settings.json", "metrics.jsonl", "plot.png",
+             "checkpoints", "best"}
+
+def check_out(out):
+    """Refuse an OUT with anything that no run wrote: a target, another project's model."""
+    found = os.listdir(out) if os.path.exists(out) else []
+    names = {name.removeprefix(".").removesuffix(".partial") for name in found}
+    config = Path(out, "config.json")
+    draft = config.exists() and '"ttt_length"' in config.read_text()
+    if draft or "settings.json" in names:
+        names -= RUN_FILES
+    require(not names, f"--out {out} holds {', '.join(sorted(names)[:4])}, which no training run "
+            "wrote: give a new folder, or that of a run")
+
+# What a resumed run may change: how long and where it runs, what it writes, what only rounds otherwise.
+MAY_CHANGE = {"target", "out", "resume", "steps", "eval_every", "save_every", "eval_size", "backend", "sp",
+              "micro_batch_size", "recompute", "device", "kernels", "target_device_map",
+              "trust_remote_code", "other_target"}
+
+def settings_of(cfg):
+    """What OUT/settings.json notes: the options that a resumed run must share."""
+    return {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE}
+
+def check_settings(state, settings):
+    """Refuse to go on with other settings than the run of a training state began with."""
+    began = json.loads((state.parent.parent / "settings.json").read_text())
+    for name, value in settings.items():
+        require(began.get(name) == value, f"{state} is of a run with {name} {began.get(name)}, not "
+                f"{value}: give what it began with, or another --out")
+
+def check_files(state):
+    """Refuse a training state with a file that is not what was written."""
+    out = state.parent.parent
+    others = [str(other) for other in saved_states(out) if other.name != state.name]
+    for digest in state.glob("*.sha256"):
+        file = digest.with_suffix("")
+        require(file.exists() and convert.sha256(file) == digest.read_text(), f"{file} is damaged or "
+                f"lost: give --resume {' or '.join(others) or 'never and another --out'}")
 
 def state_to_resume(cfg):
     """The training state that --resume names; None for a new run."""
     resume = cfg.resume or ("auto" if variable("TORCHELASTIC_RESTART_COUNT") else "never")
     states = saved_states(cfg.out)
-
+    require(resume != "never" or not states or cfg.out == TrainConfig.out, f"--out {cfg.out} holds "
+            "training states: add --resume auto to continue that run, or give another --out")
     if resume == "auto":
-        return states[-1] if states else None
+        resume = states[-1] if states else "never"
     if resume == "never":
-        require(cfg.out == TrainConfig.out or not states, f"--out {cfg.out} holds training states: "
-                "add --resume auto to continue that run, or give another --out")
         return None
-    require((Path(resume) / ".metadata").exists(), f"--resume {resume} is no complete training "
-            "state: give auto, never or OUT/checkpoints/step-N")
-    return Path(resume)
 
-def choose_backend(name, device, dtype):
-    """`name`, or what "auto" stands for here (announced). ValueError if it cannot run."""
-    reason = why_not_fa(device.type, dtype)
-    if name == "auto" and reason:
-        say(f"backend sdpa: fa cannot run: {reason}")
-        return "sdpa"
-    if name == "auto":
-        say("backend fa: memory linear in T")
-        return "fa"
+    state = Path(resume)
+    require((state / ".metadata.sha256").exists(), f"--resume {resume} is no complete training state: "
+            "give auto, never or OUT/checkpoints/step-N")
+    require(not states or os.path.samefile(state.parent.parent, cfg.out),
+            f"--out {cfg.out} holds states of another run than {state}: give another --out")
+    check_settings(state, settings_of(cfg))
+    if variable("RANK") == 0:
+        check_files(state)
+    return state
+
+def check_backend(name, target):
+    reason = why_not_fa(target.device.type, target.lm_head.dtype)
     require(name == "sdpa" or not reason,
             f"--backend {name} cannot run: {reason}. Use --backend sdpa")
-    return name
 
 def choose_kernels(asked, device):
     """Turn the compiled kernels on or off for this process, and say which and why."""
@@ -2044,7 +2094,6 @@ def acceptance_sums(model, input_ids, hidden_states, loss_mask=None, doc_ids=Non
     """What evaluation wants to know of a batch; arguments as ttt_loss has them. Returns sums [8, K]
     float64 over counted rows (CE, KL, right, prefix hits, total variation, chances that steps 0..k of a
     sampled and of a greedy draft are accepted by a target that samples, 1) and hits (K, B, T) bool."""
-    check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length, backend, group, recycle)
     share = share_rows(input_ids, hidden_states, loss_mask, doc_ids, ttt_length, group)
     g = share.hidden[:, :share.position_ids.shape[1]].to(model.eh_proj.weight.dtype)
     ns, _ = ttt_steps(model, share.ids, g, share.position_ids, share.docs, ttt_length, BACKENDS[backend],
@@ -2066,23 +2115,23 @@ def acceptance_sums(model, input_ids, hidden_states, loss_mask=None, doc_ids=Non
 
 class Run:
     """A draft and its target on these ranks: micro-batches, their hidden states, gradients.
-    cfg: BatchOptions; options: those that ttt_loss and acceptance_sums share."""
-    def __init__(self, model, target, cfg, ranks, backend, **options):
+    cfg: BatchOptions; drafting: ttt_length, recycle, zero_first_embedding."""
+    def __init__(self, model, target, cfg, ranks, backend, **drafting):
         self.model = model
         self.target = target
         self.cfg = cfg
         self.ranks = ranks
         self.ttt = TTT(model)
-        self.options = dict(backend=backend, group=ranks.group, **options)
+        self.drafting = drafting
+        self.options = dict(backend=backend, group=ranks.group, **drafting)
         self.data_seconds = 0.0  # spent on hidden states
 
     def batches(self, sequences):
         """This rank's share of packed sequences, in as many micro-batches on every rank: [(part of
         the sequences, input_ids, loss_mask, doc_ids)]."""
         ranks = self.ranks
-        missing = -len(sequences) % ranks.dp
-        sequences = sequences + [[]] * missing  # an empty one counts nowhere
-        mine = sequences[ranks.rank // ranks.sp::ranks.dp]
+        padded = sequences + [[]] * (-len(sequences) % ranks.dp)  # an empty one counts nowhere
+        mine = padded[ranks.rank // ranks.sp::ranks.dp]
 
         batches = []
         size = self.cfg.micro_batch_size
@@ -2152,19 +2201,14 @@ def evaluate(run, sequences):
 
 def as_drafted(recycle):
     """The setting to draft with: a draft that was trained with "both" is judged, and drafts, with "post"."""
-    return "post" if recycle == "both" else recycle
+    return recycle.replace("both", "post")
 
 def acceptance(sums):
     """Figures of metrics.jsonl, of sums [.., K]: CE, KL, right, prefix hits; in evaluations TV and
     the hits expected of sampled and of greedy drafts; counted rows."""
-
-    CE, KL, acc, prefix, *more = (sums[:-1] / sums[-1].clamp(min=1)).tolist()
-    figures = dict(ce=CE, kl=KL, acc=acc, accept_len=1 + sum(prefix))
-    if more:
-        TV, sampled, greedy = more
-        figures |= dict(tv=TV, accept_len_sampled=1 + sum(sampled),
-                        accept_len_greedy=1 + sum(greedy))
-    return figures
+    names = ("ce", "kl", "acc", "accept_len", "tv", "accept_len_sampled", "accept_len_greedy")
+    means = sums[:-1] / sums[-1].clamp(min=1)
+    return {name: 1 + sum(x) if "accept" in name else x for name, x in zip(names, means.tolist())}
 
 def walk(hits, loss_mask, docs):
     """[1 + K]: rounds, and how many accepted position k, of speculative decoding along each text.
@@ -2184,18 +2228,18 @@ def walk(hits, loss_mask, docs):
             root += n + 1
     return total.to(hits.device)
 
-def acceptance_table(label, result):
-    figures = {f"acc_{k}": x for k, x in enumerate(result["acc"])}
-    for name in ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy"):
-        figures[name] = result[name]
-    values = [f"{x:{len(name)}.3f}" for name, x in figures.items()]
-    head = "  ".join([" " * 6, *figures])
-    return head + "\n" + "  ".join([f"{label:6}", *values])
+def acceptance_line(label, result):
+    lengths = ("accept_len", "accept_len_walk", "accept_len_sampled", "accept_len_greedy")
+    found = "; ".join(f"{name} {result[name]:.3f}" for name in lengths)
+    return f"{label}: acc {decimals(result['acc'])}; {found}"
 
-def log(out, line, ranks):
+def decimals(numbers):
+    return " ".join(f"{x:.3f}" for x in numbers)
+
+def log(run, line):
     """Add a line to OUT/metrics.jsonl."""
-    if ranks.rank == 0:
-        with open(Path(out) / "metrics.jsonl", "a") as file:
+    if run.ranks.rank == 0:
+        with open(Path(run.cfg.out) / "metrics.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 
 def make_draft(cfg, target, ranks):
@@ -2205,7 +2249,11 @@ def make_draft(cfg, target, ranks):
     lost = convert.unlisted_layer(target.checkpoint)
     require(not lost or cfg.init != "auto", f"{target.path} has an MTP layer in {lost}, which its index "
             "does not name: add it there, or give --init scratch")
-    model = MTP(target.draft_config).to(target.lm_head.dtype)
+    dtype = target.lm_head.dtype
+    if dtype == torch.float16:
+        dtype = torch.float32
+        say("the target is fp16: its draft is trained in fp32, whose gradients do not underflow")
+    model = MTP(target.draft_config).to(dtype)
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
 
     scratch = False
@@ -2218,24 +2266,8 @@ def make_draft(cfg, target, ranks):
         convert.read_layer(target.checkpoint, prefix, model.state_dict())
     else:
         scratch = True
-    model.to(ranks.device).set_target(target.embed, target.lm_head)
+    model.to(ranks.device).set_target(target.embed.to(dtype), target.lm_head.to(dtype))
     return model, scratch
-
-def warm_up(cfg, shape, ranks, dtype):
-    """Compile fa before the first collective: a rank that compiles late would make the others time
-    out."""
-    P = ranks.sp
-    B = cfg.micro_batch_size
-    T = -(-cfg.seq_len // P) * P
-    options = dict(dtype=dtype, device=ranks.device, requires_grad=True)
-    q = torch.zeros(B, T, shape.num_attention_heads // P, shape.head_dim, **options)
-    key_heads = math.lcm(shape.num_key_value_heads, P) // P
-    k = torch.zeros(B, T, key_heads, shape.head_dim, **options)
-    attend_fa(q, k, k, [], [], Documents(None, B, T, ranks.device))[0].sum().backward()
-
-FED = {"post": "the state after the final norm (post)",
-       "pre": "the state before the final norm (pre)",
-       "both": "the state before or the one after the final norm, drawn for each row (both)"}
 
 def train(cfg):
     """Train a draft, written to OUT; returns the evaluations {"before": .., "after": ..}."""
@@ -2245,155 +2277,163 @@ def train(cfg):
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(cfg, ranks, stored=bool(cfg.hidden_states))
-    dtype = target.lm_head.dtype
-
-    shape = target.draft_config
-    H = shape.num_attention_heads
+    settings = {**settings_of(cfg), "target_identity": target.identity}
+    H = target.draft_config.num_attention_heads
     P = ranks.sp
-    longest = shape.max_position_embeddings
+    longest = target.draft_config.max_position_embeddings
     require(cfg.seq_len <= longest,
-            f"--seq-len exceeds the target's max_position_embeddings {longest}")
+            f"--seq-len {cfg.seq_len} exceeds the target's max_position_embeddings {longest}")
     require(H % P == 0, f"--sp {P} does not divide {H} heads; give {math.gcd(H, P)}")
-    device = ranks.device
-    backend = choose_backend(cfg.backend, device, dtype)
-    if backend == "usp" and device.type == "cuda":
-        warm_up(cfg, shape, ranks, dtype)
+    check_backend(cfg.backend, target)
 
     recycle, zero_first = convert.engine_setting(target.layout, cfg.engine)
-    say(f"engine {cfg.engine} ({target.layout} layout): step k + 1 is fed {FED[recycle]}; "
-        f"the embedding at position 0 is {'zeroed' if zero_first else 'kept'}")
+    say(f"engine {cfg.engine} ({target.layout} layout): recycle {recycle}, "
+        f"zero_first_embedding {zero_first}")
     sequences, held = read_sequences(cfg, target)
     model, scratch = make_draft(cfg, target, ranks)
     say(f"draft: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{'from scratch' if scratch else 'warm'}, {dtype} on {ranks.dp} x {P} {device.type} ranks "
-        f"(data x sequence), for {target.path}")
+        f"{'from scratch' if scratch else 'warm'}, {model.lm_head_weight.dtype} on {ranks.dp} x {P} "
+        f"{ranks.device.type} ranks (data x sequence)")
+    if cfg.lr is None:
+        cfg = replace(cfg, lr=3e-3 if scratch else 1e-4)
+    if cfg.balance_rate is None:
+        cfg = replace(cfg, balance_rate=0.01 if scratch else 0.0)
 
-    run = Run(model, target, cfg, ranks, backend, ttt_length=cfg.ttt_length, recycle=recycle,
+    run = Run(model, target, cfg, ranks, cfg.backend, ttt_length=cfg.ttt_length, recycle=recycle,
               zero_first_embedding=zero_first)
     if ranks.mesh is not None:
         shard(run.ttt, ranks.mesh)
     optimizer = MasterAdamW(model)
-    progress = start_or_resume(cfg, run, optimizer, state)
+    progress = start_or_resume(run, optimizer, state, settings)
 
     results = {}
     if progress.step == 0:
-        before = report(cfg, run, held, progress, "before")
-        results["before"] = before
-        found = before["ce"][0]
-        chance = math.log(shape.vocab_size)
-        if not scratch and found > 0.9 * chance:
-            say(f"warning: the warm start's step-0 loss {found:.2f} is near ln V = {chance:.2f}, as "
-                "if random")
-    stopped_by = train_loop(cfg, run, optimizer, progress, sequences, held, scratch)
-    if stopped_by:
-        say(f"stopped by {stopped_by} after step {progress.step}; state saved, "
-            "--resume auto continues")
+        results["before"] = report(run, held, progress, "before")
+        if not scratch and results["before"]["ce"][0] > 0.9 * math.log(len(target.lm_head)):
+            say("warning: the warm start's cross-entropy is at or above a random draft's")
+    if train_loop(run, optimizer, progress, sequences, held):
+        say(f"stopped by a signal after step {progress.step}; state saved, --resume auto continues")
         return results
-    results["after"] = report(cfg, run, held, progress, "after")
-
-    say_what_ranks_used(ranks)
-    say(f"draft written to {cfg.out}; try: python mtp.py generate --draft {cfg.out} "
-        "--prompt \"import os\"")
+    results["after"] = report(run, held, progress, "after")
+    write_draft(cfg.out, run)
+    say(f"draft written to {cfg.out}, peak memory {peak_memory(ranks.device) >> 20:,} MiB; try: "
+        f"python mtp.py generate --draft {cfg.out} --prompt \"import os\"")
     return results
 
-def start_or_resume(cfg, run, optimizer, state):
+def start_or_resume(run, optimizer, state, settings):
     """Progress of the run whose training state is given, or of a new one. What OUT has of later steps
     goes: of a new run, which only the demo starts over another, all."""
     progress = Progress()
     if state is not None:
         say(f"resuming from {state}")
-        meta = json.loads((state.parents[1] / "config.json").read_text())
-        run.target.check_same(meta["target_identity"], str(state))
-        same = all(meta.get(name) == value for name, value in asdict(run.model.config).items())
-        require(same, f"{state} is of a draft of other sizes; give another --out")
+        began = json.loads((state.parent.parent / "settings.json").read_text())
+        run.target.check_same(began["target_identity"], str(state))
         progress = load_state(state, run.model, optimizer)
 
     barrier(run.ranks)  # all have looked for states
     if run.ranks.rank == 0:
-        out = Path(cfg.out)
-        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        out = Path(run.cfg.out)
+        with convert.atomic(out / "settings.json") as fresh:
+            fresh.write_text(json.dumps(settings, indent=2))
         for path in saved_states(out):
             if int(path.name[5:]) > progress.step:
                 shutil.rmtree(path)
         if state is None:
-            (out / "metrics.jsonl").unlink(missing_ok=True)
             shutil.rmtree(out / "best", ignore_errors=True)
+        cut_metrics(out / "metrics.jsonl", progress.step, run.cfg.steps)
     return progress
 
-def train_loop(cfg, run, optimizer, progress, sequences, held, scratch):
-    """Optimizer steps until cfg.steps: log, evaluate, save. Returns the signal that ended it, or
-    None."""
-    peak_lr = cfg.lr or (3e-3 if scratch else 1e-4)
-    balance_rate = cfg.balance_rate
-    if balance_rate is None:
-        balance_rate = 0.01 if scratch else 0.0
-    router_bias = dict(run.model.named_buffers()).get("mlp.gate.e_score_correction_bias")
-    signals = watch_signals()
-    ranks = run.ranks
-    bar = tqdm(total=cfg.steps, initial=progress.step, desc="train", disable=ranks.rank > 0)
+def cut_metrics(file, step, steps):
+    """Keep what a run that goes on from `step` does not write again, and no line that was cut in half."""
+    again = f"(?!{steps if step else 0}, \"eval)"  # the evaluation at the end; of a new run, at the start
+    file.touch()
+    lines = re.finditer(rf'{{"step": {again}(\d+), .*\n', file.read_text())
+    kept = [line[0] for line in lines if int(line[1]) <= step]
+    with convert.atomic(file) as fresh:
+        fresh.write_text("".join(kept))
 
-    while progress.step < cfg.steps:
-        began = time.perf_counter()
-        run.data_seconds = 0.0
-        batch = batch_of_step(progress.step, sequences, cfg)
-        lr = learning_rate(progress.step, peak_lr, cfg)
-        loss, sums, load = run.gradients(batch, loss=cfg.loss, decay=cfg.decay,
-                                         recompute=cfg.recompute)
-        norm = gradient_norm(run.model)
+def train_loop(run, optimizer, progress, sequences, held):
+    """Optimizer steps until cfg.steps: log, evaluate, save. Returns whether SIGINT or SIGTERM, which do
+    not end the process here, ended the loop on any rank."""
+    cfg = run.cfg
+    signals = []
 
-        tokens = token_count(batch)
-        progress.step += 1
-        progress.tokens += tokens
-        if math.isfinite(norm + loss + sums.sum()):
-            optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
-            if balance_rate and router_bias is not None:  # else not even re-centred
-                balance_experts(router_bias, load, balance_rate)
-            progress.skipped_in_a_row = 0
+    def note(*signal_and_frame):
+        signals.append(signal_and_frame)
 
-            seconds = time.perf_counter() - began
-            share = (load / load.sum().clamp(min=1)).tolist()  # [] of a dense draft
-            line = dict(step=progress.step, loss=loss.item(), **acceptance(sums),
-                        tokens_per_second=tokens / seconds, data_seconds=run.data_seconds,
-                        compute_seconds=seconds - run.data_seconds,
-                        fill_ratio=tokens / (cfg.batch_size * cfg.seq_len),
-                        top_expert_share=max(share, default=0), low_expert_share=min(share, default=0),
-                        peak_memory=peak_memory(ranks.device), bytes_sent=AllToAll.bytes_sent,
-                        tokens=progress.tokens, skipped=progress.skipped,
-                        bad_samples=progress.bad_samples, grad_norm=norm, lr=lr)
-            log(cfg.out, line, ranks)
-            shown = {name: line[name] for name in ("loss", "accept_len", "tokens_per_second")}
-            bar.set_postfix(shown, refresh=False)
-        else:
-            skip_step(cfg, progress, batch, ranks)
-        bar.update()
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    bar = tqdm(total=cfg.steps, initial=progress.step, desc="train", disable=run.ranks.rank > 0)
+    stop = False
+    try:
+        while progress.step < cfg.steps and not stop:
+            train_step(run, optimizer, progress, sequences, bar)
+            bar.update()
+            step = progress.step
+            last = step == cfg.steps
+            require(not last or progress.skipped < step,
+                    f"nothing was learned: all {step} steps were skipped; no draft is written")
 
-        step = progress.step
-        last = step == cfg.steps
-        if is_due(cfg.eval_every, step) and not last:
-            report(cfg, run, held, progress, str(step))
-        stop = all_sum(torch.tensor(len(signals), device=ranks.device)) > 0  # on any rank
-        if is_due(cfg.save_every, step) or last or stop:
-            write_draft(cfg.out, cfg, run)
-            save_state(cfg.out, run.model, optimizer, progress, ranks)
-        if stop and not last:
-            return (signals or ["a signal to another rank"])[0]
-    bar.close()
+            if is_due(cfg.eval_every, step) and not last:
+                report(run, held, progress, str(step))
+            stop = all_sum(torch.tensor(len(signals), device=run.ranks.device)) > 0
+            if is_due(cfg.save_every, step) or last or stop:
+                if progress.skipped < step and not last:  # the last one is evaluated first
+                    write_draft(cfg.out, run)
+                save_state(cfg.out, run.model, optimizer, progress, run.ranks)
+    finally:
+        bar.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return stop
 
-def watch_signals():
-    """A list that collects the names of SIGINT and SIGTERM, which no longer end the process."""
-    names = []
-    def note(number, frame):
-        names.append(signal.Signals(number).name)
-    signal.signal(signal.SIGINT, note)
-    signal.signal(signal.SIGTERM, note)
-    return names
+def train_step(run, optimizer, progress, sequences, bar):
+    """An optimizer step and its line of metrics.jsonl; it is skipped if its loss or gradient is not
+    finite, and ten such steps in a row are an error."""
+    cfg = run.cfg
+    began = time.perf_counter()
+    run.data_seconds = 0.0
+    batch = batch_of_step(progress.step, sequences, cfg)
+    lr = learning_rate(progress.step, cfg)
+    loss, sums, load = run.gradients(
+        batch, loss=cfg.loss, decay=cfg.decay, recompute=cfg.recompute)
+    norm = gradient_norm(run.model)
+
+    tokens = token_count(batch)
+    progress.step += 1
+    progress.tokens += tokens
+    if not math.isfinite(norm + loss + sums.sum()):
+        names = sorted({sample.name for sequence in batch for sample in sequence})
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        say(f"step {progress.step} skipped, its loss or gradient is not finite; its samples: "
+            f"{', '.join(names)}")
+        log(run, {"step": progress.step, "skipped_samples": names})
+        require(progress.skipped_in_a_row < 10, "ten steps in a row were skipped: lower --lr")
+        return
+
+    progress.skipped_in_a_row = 0
+    optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
+    for name, bias in run.model.named_buffers():  # the router's, of a draft with experts
+        if cfg.balance_rate and name.endswith("e_score_correction_bias"):  # else not re-centred
+            balance_experts(bias, load, cfg.balance_rate)
+
+    seconds = time.perf_counter() - began
+    figures = acceptance(sums)
+    share = load / load.sum().clamp(min=1)  # [] of a dense draft
+    log(run, dict(
+        step=progress.step, loss=loss.item(), **figures, tokens_per_second=tokens / seconds,
+        data_seconds=run.data_seconds, compute_seconds=seconds - run.data_seconds,
+        top_expert_share=max(share.tolist(), default=0), peak_memory=peak_memory(run.ranks.device),
+        bytes_sent=AllToAll.bytes_sent, tokens=progress.tokens, skipped=progress.skipped,
+        grad_norm=norm, lr=lr))
+    bar.set_postfix(loss=loss.item(), accept_len=figures["accept_len"], refresh=False)
 
 def batch_of_step(step, sequences, cfg):
     """The packed sequences of an optimizer step; each epoch has an order of its own."""
     batch = []
     n = len(sequences)
-    for i in range(cfg.batch_size):
-        epoch, at = divmod(step * cfg.batch_size + i, n)
+    for i in range(step * cfg.batch_size, (step + 1) * cfg.batch_size):
+        epoch, at = divmod(i, n)
         batch.append(sequences[shuffled(n, cfg.seed, epoch)[at]])
     return batch
 
@@ -2404,33 +2444,22 @@ def gradient_norm(model):
 def is_due(every, step):
     return every > 0 and step % every == 0
 
-def skip_step(cfg, progress, batch, ranks):
-    """Count a step whose loss or gradient is not finite, name its samples; ten in a row are an
-    error."""
-    names = sorted({sample.name for sequence in batch for sample in sequence})
-    progress.skipped += 1
-    progress.bad_samples += len(names)
-    progress.skipped_in_a_row += 1
-    say(f"step {progress.step} skipped, its loss or gradient is not finite; its samples: "
-        f"{', '.join(names)}")
-    log(cfg.out, {"step": progress.step, "skipped_samples": names}, ranks)
-    require(progress.skipped_in_a_row < 10, "ten steps in a row were skipped: lower --lr")
-
-def report(cfg, run, held, progress, label):
+def report(run, held, progress, label):
     """Evaluate on held-out sequences; print and log it, keep the best draft in OUT/best."""
     result = evaluate(run, held)
-    say(acceptance_table(label, result))
-    log(cfg.out, {"step": progress.step, "eval": result}, run.ranks)
+    say(acceptance_line(label, result))
+    log(run, {"step": progress.step, "eval": result})
+    require(math.isfinite(sum(result["kl"])),
+            f"the evaluation at step {progress.step} is not finite: look at the held-out texts")
     accept_len = result["accept_len"]
-    if cfg.eval_every and label != "before" and accept_len > progress.best:
+    if run.cfg.eval_every and label != "before" and accept_len > progress.best:
         progress.best = accept_len
-        write_draft(Path(cfg.out) / "best", cfg, run)
+        write_draft(Path(run.cfg.out) / "best", run)
     return result
 
-def write_draft(path, cfg, run):
-    meta = dict(ttt_length=cfg.ttt_length, engine=cfg.engine, recycle=run.options["recycle"],
-                zero_first_embedding=run.options["zero_first_embedding"],
-                target=str(run.target.path.resolve()), target_identity=run.target.identity)
+def write_draft(path, run):
+    meta = dict(**run.drafting, engine=run.cfg.engine, target=str(run.target.path.resolve()),
+                target_identity=run.target.identity)
     save_draft(path, run.model, meta, run.ranks.rank)
 
 def peak_memory(device):
@@ -2439,34 +2468,21 @@ def peak_memory(device):
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-def say_what_ranks_used(ranks):
-    used = torch.zeros(ranks.dp * ranks.sp, 2, dtype=torch.float64, device=ranks.device)
-    used[ranks.rank] = torch.tensor([peak_memory(ranks.device), AllToAll.bytes_sent]) / 2 ** 20
-    for rank, (peak, sent) in enumerate(all_sum(used).tolist()):
-        say(f"rank {rank}: peak memory {peak:,.0f} MiB; sent {sent:,.1f} MiB to other ranks in "
-            "attention")
-
 def plot(cfg):
-    """Draw a run's acceptance per step and its loss over the optimizer steps: RUN/plot.png."""
+    """Draw a run's acc of each draft step (dots: held out) and its loss to RUN/plot.png."""
     require(find_spec("matplotlib"), "plot needs matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure
-    file = Path(cfg.run) / "plot.png"
-    lines = file.with_name("metrics.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in lines]
+    lines = [json.loads(line) for line in open(Path(cfg.run, "metrics.jsonl"))]
     trained = [line for line in lines if "loss" in line]
     held = [line for line in lines if "eval" in line]
-    steps = [line["step"] for line in trained]
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    drawn = left.plot(steps, [line["acc"] for line in trained])
-    left.legend(drawn, [f"step {k}" for k, _ in enumerate(drawn)])
-    left.set_prop_cycle(None)  # the same colours
-    left.plot([line["step"] for line in held], [line["eval"]["acc"] for line in held], "o")
-    left.set(title="share of right drafts (dots: held out)")
-    right.plot(steps, [line["loss"] for line in trained])
-    right.set(title="loss")
-    figure.supxlabel("optimizer step")
+    for axis, name in zip(figure.subplots(1, 2), ("acc", "loss")):
+        axis.plot([line["step"] for line in trained], [line[name] for line in trained])
+        axis.set_title(f"{name} over optimizer steps")
+    dots = [line["eval"]["acc"] for line in held]
+    figure.axes[0].plot([line["step"] for line in held], dots, "k.")
+    file = Path(cfg.run, "plot.png")
     figure.savefig(file, dpi=120)
     say(f"drew {file}")
 
@@ -2582,24 +2598,22 @@ def open_draft(cfg, backend="sdpa", sp=None):
     zero_first = meta["zero_first_embedding"]
     if cfg.engine:
         recycle, zero_first = convert.engine_setting(target.layout, cfg.engine)
-    options = dict(ttt_length=cfg.ttt_length or meta["ttt_length"], recycle=as_drafted(recycle),
+    K = meta["ttt_length"] if cfg.ttt_length is None else cfg.ttt_length
+    options = dict(ttt_length=K, recycle=as_drafted(recycle),
                    zero_first_embedding=zero_first)
     return model, target, ranks, options
 
 def evaluate_command(cfg):
     """Print the acceptance table of a draft on held-out text."""
     model, target, ranks, options = open_draft(cfg, cfg.backend, cfg.sp)
-    backend = choose_backend(cfg.backend, target.device, target.lm_head.dtype)
+    check_backend(cfg.backend, target)
     files = cfg.data or stdlib_files(every=6)[1]
     shortest = options["ttt_length"] + 2
     sequences = pack(read_samples(files, target, cfg.seq_len, shortest), cfg.seq_len)
-    chosen = spread(sequences, cfg.eval_size)
-    result = evaluate(Run(model, target, cfg, ranks, backend, **options), chosen)
-
-    say(acceptance_table("draft", result))
-    walked = " ".join(f"{x:.3f}" for x in result["walk"])
-    say(f"walk: accepted per position {walked}; {result['rows']:,} rows of {len(chosen)} of "
-        f"{len(sequences)} sequences of {cfg.seq_len} counted")
+    run = Run(model, target, cfg, ranks, cfg.backend, **options)
+    result = evaluate(run, spread(sequences, cfg.eval_size))
+    say(acceptance_line("draft", result))
+    say(f"walk: accepted per position {decimals(result['walk'])}; {result['rows']:,} rows counted")
 
 def generate_command(cfg):
     """Continue a prompt greedily, by speculative and by plain decoding; compare tokens and time."""
@@ -2621,9 +2635,8 @@ def generate_command(cfg):
 
     rounds = max(1, len(fast.rounds))
     stood = [sum(n > k for n in fast.rounds) / rounds for k in range(K)]
-    shown = " ".join(f"{x:.3f}" for x in stood)
     print(f"{tokenizer.decode(ids + fast.answer)}\n\naccept_len_walk {1 + sum(stood):.3f} over "
-          f"{len(fast.rounds)} rounds; accepted per position {shown}\n"
+          f"{len(fast.rounds)} rounds; accepted per position {decimals(stood)}\n"
           f"tokens/s, here, where it is a check: {fast.speed:.1f} with drafting, "
           f"{plain.speed:.1f} without")
     check_lossless(target, ids, plain.answer, fast.answer)
@@ -2657,24 +2670,33 @@ COMMANDS = {  # the function, and the class of its options
     "capture": (capture, CaptureConfig),
     "plot": (plot, PlotConfig)}
 
+def nonempty(text):
+    require(text, "empty")  # argparse names the flag
+    return text
+
+def check_number(f, value):
+    """Refuse a number that is not finite or out of its option's bounds."""
+    above = f.metadata.get("above", -math.inf)
+    least = f.metadata.get("least", above)
+    fits = least <= value <= f.metadata.get("most", sys.float_info.max)
+    require(fits and value != above,
+            f"--{f.name.replace('_', '-')} {value} must be {f.metadata['bounds']}")
+
 def add_flags(parser, options):
     """A flag for each field of a class of options."""
-    kinds = {"str": str, "int": int, "float": float, "list": str}
+    kinds = {"str": {"type": nonempty}, "list": {"type": nonempty, "nargs": "+"}, "int": {"type": int},
+             "float": {"type": float}, "bool": {"action": "store_true"}}
     group = parser
     for f in fields(options):
-        name = "--" + f.name.replace("_", "-")
-        text = f.metadata["help"]
-        if "group" in f.metadata:
-            group = parser.add_argument_group(f.metadata["group"])
-        if f.default is MISSING:
-            parser.add_argument(f.name, help=text)
-        elif f.type == "bool":
-            group.add_argument(name, action="store_true", help=text)
-        else:
-            shown = text if f.default is None else f"{text} (default {f.default})"
-            nargs = "+" if f.type == "list" else None
-            group.add_argument(name, type=kinds[f.type], default=f.default, help=shown, nargs=nargs,
-                               choices=f.metadata.get("choices"))
+        about = f.metadata
+        if "group" in about:
+            group = parser.add_argument_group(about["group"])
+        shown = about["help"]
+        if type(f.default) in (int, float, str):
+            shown += f" (default {f.default})"
+        name = f.name if f.default is MISSING else "--" + f.name.replace("_", "-")
+        added = group.add_argument(name, default=f.default, help=shown, **kinds[f.type])
+        added.choices = about.get("choices")
 
 def parse(arguments):
     """The function and the options of a command line; flags without a command are train's."""
@@ -2693,6 +2715,9 @@ def parse(arguments):
         arguments = ["train", *arguments]
     values = vars(parser.parse_args(arguments))
     function, options = COMMANDS[values.pop("command")]
+    for f in fields(options):
+        if type(values[f.name]) in (int, float):
+            check_number(f, values[f.name])
     return function, options(**values)
 
 def explain(error):
@@ -2705,29 +2730,34 @@ def explain(error):
         return str(error)
     return None
 
-def main(arguments=None):
-    function, cfg = parse(sys.argv[1:] if arguments is None else arguments)
+def first_to_fail():
+    """Of the ranks that torchrun started on this node, whose error files are side by side."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    try:
+        return not report or open(Path(report).parents[1] / "said", "x")
+    except FileExistsError:
+        return False
+
+def main(arguments):
     if LOST:
         sys.exit(f"mtp.py: error: {LOST}")
     try:
+        function, cfg = parse(arguments)
         function(cfg)
         return 0
     except KeyboardInterrupt:
         return 130
-    except BaseException as error:  # CheckpointException is no Exception
-        report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if report:  # torchrun's summary quotes it
-            message = {"message": repr(error), "timestamp": int(time.time())}
-            Path(report).write_text(json.dumps(message))
-
+    except (Exception, dcp.api.CheckpointException) as error:
+        get_error_handler().record_exception(error)  # torchrun's summary quotes it
         line = explain(error)
-        if line is None or os.environ.get("MTP_TRACEBACK"):
+        if line is None:
             raise
-        tqdm.write(f"mtp.py: error: {line}", file=sys.stderr)
+        if first_to_fail():
+            tqdm.write(f"mtp.py: error: {line}", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

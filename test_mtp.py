@@ -2282,8 +2282,8 @@ def test_bf16_drafts_learn_through_fp32_masters():
 
 
 def test_learning_rate_warms_up_then_falls_to_its_floor():
-    cfg = mtp.TrainConfig(warmup_steps=4, steps=104)
-    rates = [mtp.learning_rate(step, 2.0, cfg) for step in range(105)]
+    cfg = mtp.TrainConfig(warmup_steps=4, steps=104, lr=2.0)
+    rates = [mtp.learning_rate(step, cfg) for step in range(105)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0 and rates[104] == pytest.approx(0.2)
     assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[4:] == sorted(rates[4:], reverse=True)
@@ -2302,7 +2302,7 @@ def test_resuming_is_bitwise_the_uninterrupted_run(tiny, tmp_path):
     assert_same_state(tmp_path / "whole/checkpoints/step-4", tmp_path / "parts/checkpoints/step-4")
     lines = [[json.loads(x) for x in (tmp_path / run / "metrics.jsonl").open()] for run in ("whole", "parts")]
     lines = [[line for line in run if "loss" in line] for run in lines]
-    for a, b in zip(lines[0], lines[1][:2] + lines[1][4:]):
+    for a, b in zip(*lines, strict=True):
         assert a.keys() == b.keys()
         for name in a.keys() - {"tokens_per_second", "data_seconds", "compute_seconds", "peak_memory"}:
             assert a[name] == b[name], name
@@ -2363,7 +2363,7 @@ def test_sigterm_saves_and_ends_cleanly(tiny, tmp_path):
         time.sleep(0.05)
     run.terminate()
     said = run.communicate(timeout=60)[0]
-    assert run.returncode == 0 and "stopped by SIGTERM after step" in said, said
+    assert run.returncode == 0 and "stopped by a signal after step" in said, said
     assert len(mtp.saved_states(tmp_path / "run")) == 1 and (tmp_path / "run/model.safetensors").exists()
 
 
@@ -2382,17 +2382,23 @@ def test_a_sample_that_is_not_finite_is_skipped_counted_and_named(tiny, tmp_path
     kept = [line for line in lines if "loss" in line]
     assert len(kept) == 12 - len(named) and all(math.isfinite(line["loss"]) for line in kept)
     after = [line for line in kept if line["step"] > max(x["step"] for x in lines if "skipped_samples" in x)]
-    counted = len(named), sum(map(len, named))
-    assert all((line["skipped"], line["bad_samples"]) == counted for line in after)
+    assert all(line["skipped"] == len(named) for line in after)
     said = capsys.readouterr().out
     assert all("its samples: " + ", ".join(names) in said for names in named)
     model = mtp.load_draft(tmp_path / "run")[0]
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def poison_training(monkeypatch):
+    """Hidden states are nan in training, not in evaluations."""
+    def states(self, samples, spans):
+        return [torch.full((j - i, 32), math.nan if torch.is_grad_enabled() else 0.5) for i, j in spans]
+
+    monkeypatch.setattr(mtp.Target, "states", states)
+
+
 def test_ten_bad_steps_in_a_row_are_an_error(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(mtp.Target, "states", lambda self, samples, spans: [
-        torch.full((j - i, 32), math.nan) for i, j in spans])
+    poison_training(monkeypatch)
     with pytest.raises(ValueError, match="ten steps in a row"):
         mtp.train(options(tiny, tmp_path / "run", steps=30))
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
@@ -2456,16 +2462,6 @@ def test_torchrun_trains_what_one_process_trains(tiny, tmp_path, ranks, backend)
     last = [json.loads((tmp_path / x / "metrics.jsonl").read_text().splitlines()[1]) for x in ("one", "many")]
     assert last[0]["loss"] == pytest.approx(last[1]["loss"], rel=1e-5)
     assert last[0]["grad_norm"] == pytest.approx(last[1]["grad_norm"], rel=1e-4) and one
-
-
-def test_warm_up_takes_the_shapes_that_usp_attends_to(monkeypatch):
-    """A rank of P = 4 with G = 2 heads of keys gets H / 4 heads and one head of keys, over the padded row."""
-    seen, real = [], mtp.attend_fa
-    monkeypatch.setattr(mtp, "attend_fa", lambda q, k, *rest: (
-        seen.append((q.shape, k.shape)), real(q, k, *rest))[1])
-    cfg, ranks = mtp.TrainConfig(seq_len=30, micro_batch_size=2), mtp.Ranks(sp=4)
-    mtp.warm_up(cfg, toy_config(num_attention_heads=8, num_key_value_heads=2), ranks, torch.float32)
-    assert seen == [((2, 32, 2, 8), (2, 32, 1, 8))]
 
 
 def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path):
@@ -2648,7 +2644,7 @@ def test_fp32_gradients_of_every_split_differ_by_rounding(tiny, tmp_path):
 
 
 def test_packed_rows_train_alike_with_every_backend(chats, tmp_path):
-    """An epoch in one step: the tokens of all samples over the tokens that its rows could hold."""
+    """An epoch in one step: the tokens of all samples."""
     found = []
     for n, backend in [(0, "sdpa"), (0, "fa"), (2, "usp")]:
         cfg = exact_options(chats, tmp_path / backend, backend=backend, eval_data=[chats[2]], seq_len=64,
@@ -2662,7 +2658,7 @@ def test_packed_rows_train_alike_with_every_backend(chats, tmp_path):
     for lines in found:
         for line, expected in zip(lines, found[0]):
             assert line["loss"] == pytest.approx(expected["loss"], rel=1e-10)
-            assert line["fill_ratio"] == pytest.approx(tokens / (len(rows) * 64), rel=1e-12)
+        assert [line["tokens"] for line in lines] == [tokens, 2 * tokens]
 
 
 # ---- checkpoints of many ranks
@@ -2671,7 +2667,7 @@ def continue_from(run, out, step):
     """A copy of a run as it was when it had written step N's state, and no more."""
     (out / "checkpoints").mkdir(parents=True)
     shutil.copytree(run / f"checkpoints/step-{step}", out / f"checkpoints/step-{step}")
-    shutil.copy(run / "config.json", out)
+    shutil.copy(run / "settings.json", out)
 
 
 @pytest.mark.parametrize("n, backend", [(2, "usp"), (2, "fa"), (0, "sdpa")])
@@ -3110,16 +3106,14 @@ def test_a_step_of_131072_tokens(P, tmp_path):
     cfg = options((tmp_path / "target", None), tmp_path / "run", data=None, seq_len=T, steps=1, batch_size=1,
                   hidden_states=[str(tmp_path / "long")], eval_data=[str(tmp_path / "held")], backend="usp",
                   ttt_length=K)
-    codes, said = Processes(P, mtp.train, cfg).end(3000)
-    assert not any(codes), said
+    ranks(P, mtp.train, cfg, timeout=3000)
     line, = metrics(cfg.out)
-    found = re.findall(r"rank \d: peak memory ([\d,]+) MiB; sent ([\d,.]+) MiB", said)
-    assert line["tokens"] == T and math.isfinite(line["loss"]) and len(found) == P
+    assert line["tokens"] == T and math.isfinite(line["loss"])
     heads = 2 * P + 2 * 2 * (P // math.gcd(2, P))
     forward = [K * 4 * length // P * heads * 16 * (P - 1) // P for length in (T, 64)]  # the last: of `before`
     assert line["bytes_sent"] == 2 * forward[0] + forward[1]
-    print(f"\n{P} ranks, {T:,} tokens, loss {line['loss']:.2f}, {line['compute_seconds']:.0f} s: "
-          + "; ".join(f"{a} MiB at most, {b} MiB sent" for a, b in found))
+    print(f"\n{P} ranks, {T:,} tokens, loss {line['loss']:.2f}, {line['compute_seconds']:.0f} s; rank 0: "
+          f"{line['peak_memory'] >> 20} MiB at most, {line['bytes_sent'] / 2 ** 20:.1f} MiB sent")
 
 
 # ---- failures
@@ -3263,17 +3257,14 @@ def test_metrics_of_two_ranks_are_those_of_the_whole_run(tiny, uninterrupted, tm
     lines = metrics(cfg.out)
     for a, b in zip(lines, lines[1:]):
         length = b["tokens"] - a["tokens"]
-        assert b["fill_ratio"] == pytest.approx(length / 40)
         # 3 steps there and back, fp32, half of the rows, 2 H + 2 G heads of D = 8, half of that leaves
         assert b["bytes_sent"] - a["bytes_sent"] == 3 * 2 * 4 * -(-length // 2) * (2 * 4 + 2 * 2) * 8 // 2
         assert b["tokens_per_second"] * (b["data_seconds"] + b["compute_seconds"]) == pytest.approx(length)
         assert 0 < b["data_seconds"] and 0 < b["compute_seconds"]
-        assert 0 <= b["low_expert_share"] <= 0.25 <= b["top_expert_share"] <= 1
+        assert 0.25 <= b["top_expert_share"] <= 1
         assert 2 ** 20 * 100 < a["peak_memory"] <= b["peak_memory"]
-    found = re.findall(r"rank (\d): peak memory ([\d,]+) MiB; sent ([\d,.]+) MiB to other ranks", said)
-    assert [rank for rank, *_ in found] == ["0", "1"]
-    for _, peak, sent in found:
-        assert float(peak.replace(",", "")) > 100 and float(sent) >= lines[-1]["bytes_sent"] / 2 ** 20 - 0.05
+    peak, = re.findall(r"draft written to .*, peak memory ([\d,]+) MiB", said)
+    assert int(peak.replace(",", "")) >= lines[-1]["peak_memory"] >> 20
 
 
 def test_plot_draws_a_run(trained, tmp_path, capsys, monkeypatch):
@@ -3321,14 +3312,16 @@ def test_torchruns_summary_names_the_error(tmp_path, monkeypatch, capsys):
         """Fail."""
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    quoted = lambda: ProcessFailure(0, 1, 2, str(tmp_path / "error.json")).message
-    assert mtp.main(["--steps", "0"]) == 2 and quoted() == "ValueError('--steps 0 must be at least 1')"
-    assert abs(ProcessFailure(0, 1, 2, str(tmp_path / "error.json")).timestamp - time.time()) < 60
+    report = tmp_path / "0/error.json"
+    report.parent.mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    quoted = lambda: ProcessFailure(0, 1, 2, str(report)).message["message"]
+    assert mtp.main(["--steps", "0"]) == 2 and quoted() == "ValueError: --steps 0 must be at least 1"
+    assert abs(ProcessFailure(0, 1, 2, str(report)).timestamp - time.time()) < 60
     monkeypatch.setitem(mtp.COMMANDS, "plot", (broken, mtp.PlotConfig))
     with pytest.raises(RuntimeError):
         mtp.main(["plot", "x"])
-    assert quoted() == "RuntimeError('a fault of ours')"
+    assert quoted() == "RuntimeError: a fault of ours"
 
 
 def test_unknown_flags_and_values_are_refused(capsys):
@@ -3352,9 +3345,10 @@ def test_every_option_is_documented_in_help(capsys):
         for f in dataclasses.fields(options):
             flag = "run" if options is mtp.PlotConfig else "--" + f.name.replace("_", "-")
             assert len(re.findall(rf"^  {flag}\b(?!-)", lines, re.M)) == 1, flag
-            assert f.metadata["help"] in said, flag
+            words = f.metadata["help"]
+            assert words in said and (f.type not in ("int", "float") or f.metadata["bounds"] in words), flag
             if f.default not in (None, False, dataclasses.MISSING):
-                assert f"{f.metadata['help']} (default {f.default})" in said, flag
+                assert f"{words} (default {f.default})" in said, flag
             found |= {flag}
     assert len(found - {"run"}) == 40
     with pytest.raises(SystemExit):
@@ -3433,6 +3427,259 @@ def assert_refused(folder, capsys, arguments, *says, program=mtp):
     assert every_file(folder) == before
 
 
+# ---- What is refused: options, runs, states ----------------------------------------------------------------
+
+BOUNDED = {  # a value that is just outside, just inside; in every command that has the flag
+    "seq_len": (2, 3), "micro_batch_size": (0, 1), "eval_size": (0, 1), "sp": (0, 1), "ttt_length": (0, 1),
+    "n_routed_experts": (0, 1), "num_experts_per_tok": (0, 1), "moe_intermediate_size": (0, 1),
+    "steps": (0, 1), "batch_size": (0, 1), "max_new_tokens": (0, 1), "warmup_steps": (-1, 0),
+    "eval_every": (-1, 0), "save_every": (-1, 0), "seed": (-1, 0), "decay": (-0.1, 0.0),
+    "lr": (0.0, 1e-9), "clip": (0.0, 1e-9), "balance_rate": (-1e-9, 0.0)}
+NUMBERS = [(command, f) for command, (_, options) in mtp.COMMANDS.items()
+           for f in dataclasses.fields(options) if f.type in ("int", "float")]
+
+
+@pytest.mark.parametrize("command, f", NUMBERS, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_numbers_have_bounds_in_every_command(command, f, tmp_path, capsys):
+    """Outside, negative, nan and inf are refused by name; the least value is taken."""
+    name, (outside, inside) = "--" + f.name.replace("_", "-"), BOUNDED[f.name]
+    for value in (outside, -7, *("nan", "inf", "-inf") * (f.type == "float")):
+        says = name, value, f"must be {f.metadata['bounds']}"
+        assert_refused(tmp_path, capsys, [command, f"{name}={value}"], *says)
+    assert getattr(mtp.parse([command, name, str(inside)])[1], f.name) == inside
+
+
+TEXTS = [(command, f.name) for command, (_, options) in mtp.COMMANDS.items()
+         for f in dataclasses.fields(options) if f.type in ("str", "list") and "choices" not in f.metadata
+         and f.default is not dataclasses.MISSING]
+
+
+@pytest.mark.parametrize("command, name", TEXTS)
+def test_empty_texts_are_refused_in_every_command(command, name, tmp_path, capsys):
+    name = "--" + name.replace("_", "-")
+    assert_refused(tmp_path, capsys, [command, name, ""], f"argument {name}: invalid nonempty value: ''")
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--lr", "0"], "--lr 0.0 must be above 0"),
+    (["--decay", "1.01"], "--decay 1.01 must be at least 0, at most 1"),
+    (["--seed", 2 ** 32 + 1], "--seed 4294967297 must be at least 0, at most 4294967296"),
+    (["--loss", "ce:1+ce:2"], "loss 'ce:1+ce:2' is no sum"),
+    (["--loss", "ce:nan"], "loss 'ce:nan' is no sum"),
+    (["--loss", "ce:-1"], "loss 'ce:-1' is no sum"),
+    (["--eval-data", "x.txt"], "--eval-data is not read without --target DIR"),
+    (["--hidden-states", "x"], "give --target DIR with either --data FILE.. or --hidden-states DIR.."),
+    (["--target", "x", "--data", "a", "--hidden-states", "b", "--out", "o"], "give --target DIR with either"),
+    (["--target", "x", "--data", "a"], "--out runs/demo is the demo's; give --out DIR"),
+    (["--data", "a.txt", ""], "argument --data: invalid nonempty value: ''"),
+    (["--seq-len", "9", "--ttt-length", "8"], "--seq-len 9 has no row that counts: raise it"),
+    (["--init", "nowhere"], "--init nowhere is neither auto, warm, scratch nor a draft directory"),
+    (["--steps", "1.5"], "invalid int value: '1.5'"),
+    (["--lr", "much"], "invalid float value: 'much'"),
+])
+def test_options_that_make_no_sense_are_refused(arguments, says, tmp_path, capsys):
+    assert_refused(tmp_path, capsys, arguments, says)
+
+
+@pytest.fixture(scope="session")
+def foreign(tiny, trained, tmp_path_factory):
+    """{name: folder} of folders that no training run wrote, or that hold something else, too."""
+    folder = tmp_path_factory.mktemp("foreign")
+    shutil.copytree(tiny[0], folder / "target")
+    (folder / "link").symlink_to(folder / "target")
+    convert_cli(trained, "--out", folder / "served")
+    for name in ("project", "no-config", "notes", "partial", "best-only"):
+        (folder / name).mkdir()
+    for name in ("project/config.json", "project/model.safetensors", "no-config/model.safetensors"):
+        (folder / name).write_text("{}")
+    (folder / "project/config.json").write_text('{"model_type": "bert", "format": 1}')
+    shutil.copytree(trained, folder / "draft-and-notes")
+    for name in ("notes/notes.txt", "draft-and-notes/notes.txt", "partial/.notes.txt.partial"):
+        (folder / name).write_text("mine")
+    (folder / "file").write_text("mine")
+    return folder
+
+
+@pytest.mark.parametrize("name, says", [
+    ("target", "holds chat_template"), ("link", "holds chat_template"), ("served", "holds "),
+    ("project", "holds config.json, model.safetensors, which no training run wrote"),
+    ("no-config", "holds model.safetensors"), ("notes", "holds notes.txt"), ("partial", "holds notes.txt"),
+    ("draft-and-notes", "holds notes.txt, which"), ("file", "Not a directory")])
+def test_an_out_with_something_of_others_is_refused(name, says, tiny, foreign, capsys):
+    assert_refused(foreign, capsys, flags(tiny, foreign / name), foreign / name, says)
+
+
+def test_an_out_that_a_run_wrote_is_taken(trained, tmp_path):
+    mtp.check_out(tmp_path / "new")
+    mtp.check_out(tmp_path)
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run/.model.safetensors.partial").write_bytes(b"half")
+    (tmp_path / "run/plot.png").write_bytes(b"")
+    mtp.check_out(tmp_path / "run")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/.settings.json.partial").write_text("{")
+    (tmp_path / "begun/model.safetensors").write_bytes(b"")
+    mtp.check_out(tmp_path / "begun")
+
+
+@pytest.fixture(scope="session")
+def finished(tiny, tmp_path_factory):
+    """A run of 4 steps with the states of steps 2 and 4."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    mtp.train(options(tiny, out))
+    return out
+
+
+@pytest.mark.parametrize("name, value, old", [
+    ("seed", 7, 0), ("ttt_length", 2, 3), ("engine", "sglang", "vllm"), ("dtype", "bfloat16", "auto"),
+    ("loss", "ce:1", "ce:1+kl:1"), ("decay", 0.5, 0.8), ("lr", 1e-3, 0.01), ("batch_size", 2, 4),
+    ("seq_len", 40, 48), ("init", "warm", "scratch"), ("warmup_steps", 3, 2), ("clip", 0.5, 1.0),
+    ("balance_rate", 0.1, None)])
+@pytest.mark.parametrize("resume", ["auto", "step"])
+def test_a_run_is_not_resumed_with_other_settings(name, value, old, resume, tiny, finished, capsys):
+    resume = "auto" if resume == "auto" else finished / "checkpoints/step-2"
+    arguments = flags(tiny, finished, **{name: value}, resume=str(resume))
+    assert_refused(finished, capsys, arguments, f"is of a run with {name} {old}, not {value}: give what")
+
+
+def test_a_run_is_not_resumed_with_other_data(tiny, finished, tmp_path, capsys):
+    other = write_texts(tmp_path / "other.jsonl")
+    assert_refused(finished, capsys, flags((tiny[0], other), finished, resume="auto"),
+                   f"is of a run with data ['{tiny[1]}'], not ['{other}']")
+
+
+@pytest.mark.parametrize("change", [
+    dict(steps=9), dict(micro_batch_size=3), dict(backend="fa"), dict(eval_size=9), dict(eval_every=1),
+    dict(save_every=1), dict(recompute=True), dict(kernels="off"), dict(device="auto")], ids=str)
+def test_what_a_resumed_run_may_change(change, tiny, finished):
+    assert mtp.state_to_resume(options(tiny, finished, resume="auto", **change)).name == "step-4"
+
+
+def test_a_state_of_another_run_does_not_go_into_a_run(tiny, finished, tmp_path, capsys):
+    """Its own later states would be removed."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    arguments = flags(tiny, out, resume=str(finished / "checkpoints/step-2"))
+    assert_refused(out, capsys, arguments, f"--out {out} holds states of another run than {finished}")
+
+
+def flip(path):
+    found = bytearray(path.read_bytes())
+    found[len(found) // 2] ^= 4
+    path.write_bytes(found)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: os.truncate(path, 100)],
+                         ids=["flipped", "lost", "truncated"])
+@pytest.mark.parametrize("resume", ["auto", "step"])
+def test_a_damaged_state_is_named_and_the_one_before_it_offered(
+        file, damage, resume, tiny, finished, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    damage(out / "checkpoints/step-4" / file)
+    resume = "auto" if resume == "auto" else out / "checkpoints/step-4"
+    assert_refused(tmp_path, capsys, flags(tiny, out, resume=str(resume)),
+                   f"{out}/checkpoints/step-4/{file} is damaged or lost: ",
+                   f"give --resume {out}/checkpoints/step-2")
+    assert mtp.state_to_resume(options(tiny, out, resume=f"{out}/checkpoints/step-2")).name == "step-2"
+
+
+def test_metrics_of_a_resumed_run_have_each_step_once_and_whole(tiny, finished, tmp_path):
+    """Killed after step 4, while a line was written; resumed from step 2."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoints/step-4")
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')
+    mtp.train(options(tiny, out, steps=6, resume="auto"))
+    mtp.train(options(tiny, out, steps=6, resume="auto"))  # evaluates once more
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "eval" in line] == [0, 6]
+
+
+def test_a_run_that_learned_nothing_leaves_the_good_draft(tiny, trained, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    shutil.rmtree(out / "checkpoints")
+    before = every_file(out)
+    poison_training(monkeypatch)
+    assert mtp.main(flags(tiny, out, steps=3, save_every=1)) == 2
+    said = capsys.readouterr().err
+    assert "mtp.py: error: nothing was learned: all 3 steps were skipped; no draft is written" in said
+    for name in ("model.safetensors", "config.json"):
+        assert every_file(out)[str(out / name)] == before[str(out / name)]
+
+
+def test_an_evaluation_that_is_not_finite_is_an_error_before_training(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mtp.Target, "states", lambda self, samples, spans: [
+        torch.full((j - i, 32), math.nan) for i, j in spans])
+    assert mtp.main(flags(tiny, tmp_path / "run", steps=3)) == 2
+    assert "mtp.py: error: the evaluation at step 0 is not finite: look at" in capsys.readouterr().err
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
+def test_ctrl_c_in_the_last_evaluation_ends_the_run(tiny, tmp_path, monkeypatch):
+    """The training state is there; --resume auto makes up for the evaluation and the draft."""
+    def interrupted(*args, real=mtp.evaluate):
+        if mtp.saved_states(tmp_path / "run"):
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mtp, "evaluate", interrupted)
+        assert mtp.main(flags(tiny, tmp_path / "run")) == 130
+    assert [path.name for path in mtp.saved_states(tmp_path / "run")] == ["step-2", "step-4"]
+    assert "after" in mtp.train(options(tiny, tmp_path / "run", resume="auto"))
+    assert mtp.load_draft(tmp_path / "run")
+
+
+def test_a_draft_of_an_fp16_target_is_trained_in_fp32(tiny, tmp_path, capsys):
+    """Said once; its gradients, of the same hidden states, are those of an fp32 draft: 1e-6 of their norm."""
+    half, single = load_target(tiny[0], dtype="float16"), load_target(tiny[0], dtype="float32")
+    cfg, found = options(tiny, tmp_path / "run"), []
+    single.states = lambda *args: [x.float() for x in half.states(*args)]
+    single.embed, single.lm_head = half.embed.float(), half.lm_head.float()
+    rows = mtp.read_sequences(cfg, single)[0][:6]
+    for target in (half, single):
+        model, _ = mtp.make_draft(cfg, target, mtp.Ranks())
+        run = mtp.Run(model, target, cfg, mtp.Ranks(), "sdpa", ttt_length=3, recycle="post",
+                      zero_first_embedding=False)
+        run.gradients(rows)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert capsys.readouterr().out.count("its draft is trained in fp32") == 1
+    assert found[1].norm() > 0.01 and (found[0] - found[1]).norm() <= 1e-6 * found[1].norm()
+
+
+def test_cuda_that_is_not_there_is_refused(tiny, tmp_path, capsys):
+    if not torch.cuda.is_available():
+        assert_refused(tmp_path, capsys, flags(tiny, tmp_path / "run", device="cuda"),
+                       "--device cuda: torch finds 0 CUDA devices")
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--sp", "0"], "--sp 0 must be at least 1"), (["--sp", "-1"], "--sp -1 must be at least 1"),
+    (["--device", "cuda"], "--device cuda: torch finds 0 CUDA devices"), ("lost", "__1_0.distcp is damaged"),
+    ("truncated", ".metadata is damaged or lost")])
+def test_torchrun_ends_with_an_error_once(arguments, says, tiny, uninterrupted, tmp_path):
+    """Within seconds, and not after the time-out of a collective."""
+    command = flags(tiny, tmp_path / "run", steps=6, backend="usp", eval_size=1)
+    if isinstance(arguments, str):
+        continue_from(uninterrupted, tmp_path / "run", 2)
+        state = tmp_path / "run/checkpoints/step-2"
+        if arguments == "lost":
+            (state / "__1_0.distcp").unlink()
+        else:
+            os.truncate(state / ".metadata", 100)
+        arguments = ["--resume", "auto"]
+    run = run_cli(*command, *arguments, ranks=2)
+    said = run.communicate(timeout=90)[0]
+    errors = [line for line in said.splitlines() if line.startswith("mtp.py: error: ")]
+    assert run.returncode != 0 and len(errors) == 1 and says in errors[0], said
+
+
 # what each engine's draft layer does with its own output and with position 0, of either layout
 @pytest.mark.parametrize("family, engine, recycle, zero", [
     ("glm4_moe", "vllm", "pre", True), ("glm4_moe", "sglang", "post", False),
@@ -3451,10 +3698,8 @@ def test_training_for_an_engine_says_and_stores_its_setting(family, engine, recy
     with mock.patch.object(mtp, "acceptance_sums", spy):
         mtp.train(options(tiny, tmp_path / "run", steps=1, engine=engine, eval_size=2))
         line, = [x for x in capsys.readouterr().out.splitlines() if x.startswith("engine ")]
-        assert line.startswith(f"engine {engine} ({family} layout): step k + 1 is fed ")
-        assert {"pre": "before the final norm (pre)", "post": "after the final norm (post)",
-                "both": "drawn for each row (both)"}[recycle] in line
-        assert line.endswith("position 0 is zeroed" if zero else "position 0 is kept")
+        setting = f"recycle {recycle}, zero_first_embedding {zero}"
+        assert line == f"engine {engine} ({family} layout): {setting}"
         meta = mtp.load_draft(tmp_path / "run")[1]
         assert (meta["engine"], meta["recycle"], meta["zero_first_embedding"]) == (engine, recycle, zero)
         drafted = ("post" if recycle == "both" else recycle), zero
