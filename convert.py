@@ -809,6 +809,12 @@ def read_layer(checkpoint, prefix, state):
             f"are wrong: {'; '.join(wrong[:5])}. To train anew: --init scratch")
 
 
+def is_draft(path):
+    """Is it a directory that training wrote, and no checkpoint?"""
+    config = Path(path) / "config.json"
+    return config.exists() and "ttt_length" in read_json(config)
+
+
 def read_draft(path):
     """(config.json's dict, {name: tensor}) of a draft directory; ValueError if it is none or incomplete."""
     path = Path(path)

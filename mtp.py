@@ -1902,7 +1902,8 @@ class TrainConfig(BatchOptions):
     out: str = flag("runs/demo", "draft directory to write")
 
     init: str = flag(
-        "auto", "warm (the target's MTP layer), scratch, auto or a draft directory", group="draft")
+        "auto", "warm (the target's MTP layer), scratch, auto, a draft or a checkpoint with such a layer",
+        group="draft")
     n_routed_experts: int = flag(None, "E, for a dense target (default 8)", least=1)
     num_experts_per_tok: int = flag(None, "A, for a dense target (default 2)", least=1)
     moe_intermediate_size: int = flag(
@@ -1991,7 +1992,7 @@ def check_train_config(cfg):
 
     parse_loss(cfg.loss)
     known = cfg.init in ("auto", "warm", "scratch") or os.path.isdir(cfg.init)
-    require(known, f"--init {cfg.init} is neither auto, warm, scratch nor a draft directory")
+    require(known, f"--init {cfg.init} is neither auto, warm, scratch nor a directory")
     require(not cfg.sp or cfg.backend == "usp",
             f"--sp {cfg.sp} splits sequences: add --backend usp")
     check_out(cfg.out)
@@ -2244,8 +2245,16 @@ def log(run, line):
 
 def make_draft(cfg, target, ranks):
     """The draft on its device, with the target's embedding and head; whether it is from scratch."""
-    prefix = convert.mtp_prefix(target.config, target.checkpoint.files)
-    require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
+    source = target.checkpoint
+    of_draft = convert.is_draft(cfg.init)
+    if os.path.isdir(cfg.init) and not of_draft:
+        source = convert.Checkpoint(cfg.init)
+        found = convert.draft_config(source.config, source.files)
+        odd = [name for name, value in asdict(target.draft_config).items() if found[name] != value]
+        require(not odd, f"--init {cfg.init} has another {', '.join(odd)} than {target.path}")
+    prefix = convert.mtp_prefix(source.config, source.files)
+    known = of_draft or cfg.init in ("auto", "scratch")
+    require(prefix or known, f"{source.path} has no MTP layer; give --init scratch")
     lost = convert.unlisted_layer(target.checkpoint)
     require(not lost or cfg.init != "auto", f"{target.path} has an MTP layer in {lost}, which its index "
             "does not name: add it there, or give --init scratch")
@@ -2257,13 +2266,13 @@ def make_draft(cfg, target, ranks):
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
 
     scratch = False
-    if os.path.isdir(cfg.init):
+    if of_draft:
         draft, meta = load_draft(cfg.init)
         target.check_same(meta["target_identity"], f"--init {cfg.init}")
         require(draft.config == model.config, f"--init {cfg.init} has other sizes than this draft")
         model.load_state_dict(draft.state_dict())
     elif prefix and cfg.init != "scratch":
-        convert.read_layer(target.checkpoint, prefix, model.state_dict())
+        convert.read_layer(source, prefix, model.state_dict())
     else:
         scratch = True
     model.to(ranks.device).set_target(target.embed.to(dtype), target.lm_head.to(dtype))

@@ -1927,7 +1927,7 @@ def test_training_goes_on_from_a_draft_directory(tiny, trained, tmp_path, capsys
     with pytest.raises(ValueError, match="made for another target"):
         mtp.make_draft(mtp.TrainConfig(init=str(trained)), load_target(tmp_path / "other"), mtp.Ranks())
     assert mtp.main(["--init", "warmm"]) == 2
-    assert "neither auto, warm, scratch nor a draft directory" in capsys.readouterr().err
+    assert "neither auto, warm, scratch nor a directory" in capsys.readouterr().err
 
 
 def test_a_second_mtp_layer_is_announced(tmp_path):
@@ -4517,6 +4517,27 @@ def readme_blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", (HERE / "README.md").read_text(), flags=re.M | re.S)
 
 
+def test_the_readmes_step_beside_a_policy(tiny):
+    """The draft learns, the policy keeps its parameters' requires_grad and gets no gradient; names of a
+    checkpoint's tensors come out."""
+    snippet, = [block for block in readme_blocks("python") if "update_draft" in block]
+    assert len(snippet.strip().splitlines()) <= 25
+    names = {}
+    exec(snippet, names)
+    policy = load_target(tiny[0]).model.train()
+    policy.requires_grad_(True)
+    target = load_target(tiny[0])
+    draft = mtp.MTP(target.draft_config)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=0.01)
+    ids = torch.randint(4, 62, (4, 32), generator=torch.Generator().manual_seed(0))
+    lengths = [names["update_draft"](draft, optimizer, policy, ids, ids > 5, layer=2) for _ in range(30)]
+    assert lengths[-1][0] > lengths[0][0] + 0.1 >= 1.1
+    assert all(p.requires_grad and p.grad is None for p in policy.parameters())
+    layer = {name for name in convert.Checkpoint(tiny[0]).files if name.startswith("model.layers.2.")}
+    assert layer <= {*lengths[-1][1]} or not layer
+    assert "model.layers.2.mlp.experts.3.up_proj.weight" in lengths[-1][1]
+
+
 def test_readme_snippets_run(tmp_path):
     code = "\n".join(readme_blocks("python"))
     done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
@@ -5489,6 +5510,25 @@ def test_drafts_of_another_target_only_where_it_is_meant(sound, tmp_path, capsys
         assert program.main([*arguments, "--other-target"]) == 0, capsys.readouterr().err
     arguments = [*TRAIN[:1], "other", *TRAIN[2:], "--init", "draft"]
     assert_refused(tmp_path / "here", capsys, arguments, *says)
+
+
+def test_a_lost_layer_starts_from_the_base_models(sound, tmp_path, capsys):
+    """--init CHECKPOINT: the base's layer bit for bit, for a fine-tuned target without one; a family, sizes
+    or a checkpoint without a layer that do not fit are refused."""
+    shutil.copytree(sound, tmp_path / "here")
+    make_target(tmp_path / "here/tuned", mtp_layer=False, seed=5)
+    make_target(tmp_path / "here/hy", "hy_v3")
+    os.chdir(tmp_path / "here")
+    config = tmp_path / "here/target/config.json"
+    arguments = ["--target", "tuned", *TRAIN[2:], "--init", "target", "--lr", "1e-30"]
+    assert mtp.main(arguments) == 0, capsys.readouterr().err
+    assert "warm" in capsys.readouterr().out
+    trained, layer = (mtp.load_draft(name)[0].state_dict() for name in ("run", "draft"))
+    same_tensors(trained, layer)
+    for init, says in (("hy", "another "), ("tuned", "tuned has no MTP layer"), ("nowhere", "nor a directory")):
+        assert_refused(tmp_path / "here", capsys, [*arguments[:-3], init, "--out", "new"], says)
+    config.write_text(config.read_text().replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 1'))
+    assert_refused(tmp_path / "here", capsys, [*arguments, "--out", "new"], "another num_experts_per_tok")
 
 
 def test_an_unlisted_layer_is_not_passed_over(sound, tmp_path, capsys):
