@@ -2272,7 +2272,8 @@ def test_kill_9_loses_nothing_since_the_last_state(tiny, tmp_path, when):
 def test_sigterm_saves_and_ends_cleanly(tiny, tmp_path):
     run = run_cli(*flags(tiny, tmp_path / "run", steps=3000, save_every=5000))
     deadline = time.time() + 60
-    while not (tmp_path / "run/metrics.jsonl").exists() and time.time() < deadline:
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not (metrics.exists() and "loss" in metrics.read_text()) and time.time() < deadline:
         time.sleep(0.05)
     run.terminate()
     said = run.communicate(timeout=60)[0]
