@@ -3691,7 +3691,7 @@ def test_a_qwen_target_is_trained_for_and_decoded_losslessly(family, tmp_path, c
     tiny = tmp_path / "target", write_texts(tmp_path / "data.jsonl", 24)
     assert mtp.main(flags(tiny, tmp_path / "run", steps=12, seq_len=48, lr=0.01)) == 0
     said = capsys.readouterr().out
-    assert "from scratch" in said and f"engine vllm ({family} layout): step k + 1 is fed the state after" in said
+    assert "from scratch" in said and f"engine vllm ({family} layout): recycle post," in said
     convert_cli(tmp_path / "run", "--out", tmp_path / "out")
     assert convert.main(["--check", str(tmp_path / "out")]) == 0
     assert "exact for vLLM and SGLang" in capsys.readouterr().out
