@@ -2582,6 +2582,7 @@ def continue_from(run, out, step):
     (out / "checkpoints").mkdir(parents=True)
     shutil.copytree(run / f"checkpoints/step-{step}", out / f"checkpoints/step-{step}")
     shutil.copy(run / "settings.json", out)
+    shutil.copy(run / "config.json", out)
 
 
 @pytest.mark.parametrize("n, backend", [(2, "usp"), (2, "fa"), (0, "sdpa")])
