@@ -2349,13 +2349,13 @@ def start_or_resume(run, optimizer, state, settings):
                 shutil.rmtree(path)
         if state is None:
             shutil.rmtree(out / "best", ignore_errors=True)
-        cut_metrics(out / "metrics.jsonl", progress.step, run.cfg.steps)
+        if (out / "metrics.jsonl").exists():
+            cut_metrics(out / "metrics.jsonl", progress.step, run.cfg.steps)
     return progress
 
 def cut_metrics(file, step, steps):
     """Keep what a run that goes on from `step` does not write again, and no line that was cut in half."""
     again = f"(?!{steps if step else 0}, \"eval)"  # the evaluation at the end; of a new run, at the start
-    file.touch()
     lines = re.finditer(rf'{{"step": {again}(\d+), .*\n', file.read_text())
     kept = [line[0] for line in lines if int(line[1]) <= step]
     with convert.atomic(file) as fresh:
