@@ -1880,11 +1880,11 @@ def test_loss_is_on_assistant_tokens_only(marked):
     assert learnt == ["w3", "w4", "w5", "<|end|>", "w7", "<|end|>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+def test_a_template_that_asks_otherwise_than_it_renders_is_refused():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ("{% for m in messages %}{% if loop.last %}<|user|> {% endif %}"
                                "{{ m['content'] }} {% endfor %}")
-    with pytest.raises(ValueError, match="renders message 1 differently"):
+    with pytest.raises(ValueError, match="renders it differently from how it is asked for"):
         mtp.encode_messages(MESSAGES, tokenizer)
 
 
@@ -2452,7 +2452,7 @@ def capture(tiny, out, **changes):
     cfg = mtp.CaptureConfig(**{
         **dict(target=str(tiny[0]), data=[tiny[1]], out=str(out), seq_len=48, device="cpu"), **changes})
     mtp.capture(cfg)
-    return sorted(Path(out).iterdir())
+    return [Path(out, name) for name in json.loads((Path(out) / "manifest.json").read_text())["files"]]
 
 
 @pytest.fixture(scope="session")
@@ -2663,7 +2663,7 @@ def test_capture_writes_what_is_missing_and_no_more(tiny, tmp_path, capsys):
 def test_ranks_share_a_capture(tiny, tmp_path):
     files, shared = capture(tiny, tmp_path / "one"), tmp_path / "two"
     ranks(2, capture, tiny, shared)
-    assert [file.name for file in files] == sorted(path.name for path in shared.iterdir())
+    assert {file.name for file in files} == {path.name for path in shared.glob("*.safetensors")}
     for file in files:
         a, b = load_file(file), load_file(shared / file.name)
         torch.testing.assert_close(a["hidden_states"], b["hidden_states"], rtol=1e-5, atol=1e-5)
@@ -2718,7 +2718,6 @@ def test_states_that_vllm_wrote_are_normed(family, dtype, tmp_path):
     save_file(dict(token_ids=ids, hidden_states=layers), tmp_path / "vllm.safetensors")
     stored = mtp.Target(mtp.TrainConfig(), tmp_path / "target", torch.device("cpu"), stored=True)
     whole, = mtp.read_samples([tmp_path], stored, 48, 5)
-    assert whole.document == str(tmp_path / "vllm.safetensors")
     assert torch.equal(whole.input_ids, ids) and whole.loss_mask.all()
     sample = whole._replace(input_ids=ids[5:], loss_mask=whole.loss_mask[5:], start=5)
     states, = stored.states([sample], [(2, 30)])
@@ -2728,8 +2727,8 @@ def test_states_that_vllm_wrote_are_normed(family, dtype, tmp_path):
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_document_is_held_out_whole(tiny, tmp_path, stored):
-    """30 documents in up to four pieces each, from text or, a file a piece, from stored states: of two every
-    piece is held out, of the others none."""
+    """30 documents in up to four pieces each, from text or, a file a piece, from stored states: of the two
+    with the least hashes every piece is held out, of the others none."""
     draw = random.Random(0)
     texts = [" ".join(f"w{draw.randrange(60)}" for _ in range(40 + 5 * i)) for i in range(30)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
@@ -2743,7 +2742,9 @@ def test_a_document_is_held_out_whole(tiny, tmp_path, stored):
               for sequences in mtp.read_sequences(cfg, target))
     trained, held = ([i for i, ids in enumerate(whole) if found & {
         tuple(ids[n:n + 48]) for n in range(0, len(ids), 48)}] for found in pieces)
-    assert held == [0, 20] and trained == [i for i in range(30) if i not in held]
+    digests = [hashlib.sha256(repr(ids).encode()).hexdigest() for ids in whole]
+    assert held == sorted(map(digests.index, sorted(digests)[:2]))
+    assert trained == [i for i in range(30) if i not in held]
 
 
 BROKEN = {  # edit of (tensors, metadata), or of the bytes; the reason that is given
@@ -2807,6 +2808,7 @@ def test_broken_files_are_skipped_named_and_counted(tiny, tmp_path, capsys):
         assert re.search(rf"1 documents skipped: {folder}/b.safetensors \(.*{reason}", said), said
     for file in (tmp_path / "nan/b.safetensors", tmp_path / "token-62/b.safetensors"):
         shutil.copy(file, tmp_path / "good" / f"{file.parent.name}.safetensors")
+    (tmp_path / "good/manifest.json").unlink()
     stored = ["--target", str(tiny[0]), "--hidden-states", str(tmp_path / "good"), "--device", "cpu",
               "--steps", "1", "--eval-size", "1", "--seq-len", "48", "--out"]
     assert mtp.main([*stored, str(tmp_path / "run")]) == 0
@@ -4738,11 +4740,14 @@ def test_generate_data_resumes_where_it_stopped(tiny, tmp_path):
                  "--batch-size", "2", "--target", str(tiny[0]), "--raw"]
     assert mtp.main(arguments) == 0
     whole = out.read_bytes()
-    rows = [json.loads(line) for line in whole.splitlines()]
+    header, *rows = [json.loads(line) for line in whole.splitlines()]
+    assert header["answers_to"]["prompts"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
     for row, text in zip(rows, texts, strict=True):
         ids = target.tokenizer(text)["input_ids"]
         plain = mtp.decode(target, ids, 8, eos=[target.tokenizer.eos_token_id])
-        assert row == {"text": text + target.tokenizer.decode(plain.answer)}
+        answer = plain.answer + [0] * (len(plain.answer) < 8)  # its end is learnt as well
+        assert row == {"text": text + target.tokenizer.decode(plain.answer), "input_ids": ids + answer,
+                       "loss_mask": [0] * len(ids) + [1] * len(answer)}
     out.write_bytes(whole[:whole.rfind(b"\n", 0, -1) - 3])  # killed within the fourth line
     assert mtp.main(arguments) == 0
     assert out.read_bytes() == whole
