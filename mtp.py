@@ -1602,6 +1602,7 @@ def encode_prompt(prompt, tokenizer, tools=None):
 def read_prompt(row, target, cfg):
     """(row, ids): what is written with an answer, and the token ids that the target is asked. The
     answer that a chat ends in is left out, and asked for anew."""
+    row = as_dict(row)
     prompt = row.get("messages") or row.get("conversations") or row.get("prompt")
     require(prompt, 'has neither "prompt" nor "messages"')
     prompt = as_prompt(prompt, target.tokenizer, cfg.raw)
