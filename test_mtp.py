@@ -27,6 +27,8 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import gzip
+import hashlib
 import http
 import importlib
 import inspect
@@ -51,6 +53,7 @@ import textwrap
 import time
 import warnings
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -2083,11 +2086,11 @@ def test_loss_is_on_assistant_tokens_only(marked):
     assert learnt == ["w3", "w4", "w5", "<|end|>", "w7", "<|end|>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+def test_a_template_that_asks_otherwise_than_it_renders_is_refused():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ("{% for m in messages %}{% if loop.last %}<|user|> {% endif %}"
                                "{{ m['content'] }} {% endfor %}")
-    with pytest.raises(ValueError, match="renders message 1 differently"):
+    with pytest.raises(ValueError, match="renders it differently from how it is asked for"):
         mtp.encode_messages(MESSAGES, tokenizer)
 
 
@@ -2139,6 +2142,306 @@ def test_a_batch_holds_each_document_with_its_own_states(tiny):
         for d, sample in enumerate(sequence):
             alone = target.model.base_model(sample.input_ids[None]).last_hidden_state[0]
             torch.testing.assert_close(hidden[b][docs[b] == d], alone, rtol=1e-5, atol=1e-5)
+
+
+# ---- What is skipped or refused: data ----------------------------------------------------------------------
+
+PLAIN = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+STRICT = ("{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+          "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + PLAIN)
+TOOLS = "{% if tools %}w50 {{ tools[0].function.name }} {% endif %}" + PLAIN.replace(
+    "{{ m['content'] }}", "{{ m['content'] }}{% for c in m.tool_calls or [] %}"
+    "{% for k, v in c.function.arguments.items() %} {{ v }}{% endfor %}{% endfor %}")
+LAST = PLAIN.replace("{{ m['content'] }}", "{% if loop.last and m.role == 'assistant' %}w9 {% endif %}"
+                          "{{ m['content'] }}")  # as Qwen3: the last answer alone has a think block
+GOOD = {"messages": MESSAGES}
+TOOL = [{"type": "function", "function": {"name": "w51", "parameters": {}}}]
+
+
+def user(content, **more):
+    return {"role": "user", "content": content, **more}
+
+
+def answer(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def call(arguments):
+    return answer(None, tool_calls=[{"type": "function", "function": {"name": "f", "arguments": arguments}}])
+
+
+def data_target(chat=PLAIN):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = chat
+    return SimpleNamespace(tokenizer=tokenizer, draft_config=SimpleNamespace(vocab_size=62), stored=False)
+
+
+def read_data(path, chat=PLAIN, seq_len=48):
+    return mtp.read_samples([path], data_target(chat), seq_len, 5)
+
+
+def shown(sample):
+    """(all tokens, those to learn) as words."""
+    words = make_tokenizer().convert_ids_to_tokens(sample.input_ids.tolist())
+    return " ".join(words), " ".join(word for word, m in zip(words, sample.loss_mask) if m)
+
+
+BAD_ROWS = {  # a row, as it stands in a file or an object; the template; the reason that is given
+    "no-json": (b"not json", PLAIN, "Expecting value"),
+    "cut-short": (b'{"text": "w1', PLAIN, "Unterminated string"),
+    "latin-1": ('{"text": "w1 \xe9 w2 w3 w4 w5"}'.encode("latin-1"), PLAIN, "can't decode byte 0xe9"),
+    "a-number": (7, PLAIN, "int"),
+    "a-list": ([1, 2], PLAIN, "has no attribute 'get'"),
+    "nothing-known": ({"nothing": 1}, PLAIN, "neither text nor messages"),
+    "text-a-number": ({"text": 3}, PLAIN, "neither text nor messages"),
+    "text-null": ({"text": None}, PLAIN, "neither text nor messages"),
+    "lone-surrogate": ({"text": "w1 \ud800 w2 w3 w4 w5"}, PLAIN, "surrogates not allowed"),
+    "surrogate-in-a-chat": ({"messages": [user("\ud800"), answer("w1")]}, PLAIN, "surrogates not allowed"),
+    "too-short": ({"text": "w1"}, PLAIN, "under 5 tokens"),
+    "no-messages": ({"messages": []}, PLAIN, "its messages are none, or begin with the assistant's"),
+    "assistant-first": ({"messages": [answer("w1 w2 w3"), user("w4"), answer("w5")]}, PLAIN, "begin with"),
+    "no-assistant": ({"messages": [user("w1 w2 w3 w4 w5")]}, PLAIN, "no turn of the assistant"),
+    "content-null": ({"messages": [user("w1"), answer(None)]}, PLAIN, "message 1 lacks its role or content"),
+    "content-missing": ({"messages": [{"role": "user"}, answer("w1")]}, PLAIN, "message 0 lacks"),
+    "content-a-number": ({"messages": [user(3), answer("w1")]}, PLAIN, "message 0 lacks"),
+    "role-missing": ({"messages": [user("w1"), {"content": "w2"}]}, PLAIN, "message 1 lacks"),
+    "messages-a-text": ({"messages": "w1 w2"}, PLAIN, "'str' object has no attribute"),
+    "message-a-text": ({"messages": [user("w1"), "w2"]}, PLAIN, "'str' object has no attribute"),
+    "two-user-turns": ({"messages": [user("w1"), user("w2"), answer("w3")]}, STRICT, "roles must alternate"),
+    "broken-template": (GOOD, "{{ messages[0].content.nothing.at_all }}", "no attribute"),
+    "no-template": (GOOD, None, "the target's tokenizer no chat template: use text"),
+    "arguments-no-json": ({"messages": [user("w1"), call("{"), answer("w2")]}, TOOLS, "Expecting property"),
+    "arguments-missing": ({"messages": [user("w1"), answer("", tool_calls=[{"function": {"name": "f"}}])]},
+                          TOOLS, "arguments"),
+    "sharegpt-no-value": ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "w1"}]},
+                          PLAIN, "message 0 lacks"),
+    "ids-outside": ({"input_ids": [1, 2, 3, 4, 62], "loss_mask": [1] * 5}, PLAIN, "vocabulary of 62"),
+    "ids-negative": ({"input_ids": [1, 2, 3, 4, -1], "loss_mask": [1] * 5}, PLAIN, "vocabulary of 62"),
+    "ids-fractions": ({"input_ids": [1.5] * 6, "loss_mask": [1] * 6}, PLAIN, "two lists of integers"),
+    "ids-without-mask": ({"input_ids": [1, 2, 3, 4, 5]}, PLAIN, "loss_mask"),
+    "mask-too-short": ({"input_ids": [1, 2, 3, 4, 5], "loss_mask": [1] * 4}, PLAIN, "of one length"),
+    "nothing-to-learn": ({"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0] * 5}, PLAIN, "has one to learn"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_is_skipped_counted_and_named(name, tmp_path, capsys):
+    """Beside a good row, which is used; alone it is an error that gives the reason."""
+    row, chat, says = BAD_ROWS[name]
+    row = row if isinstance(row, bytes) else json.dumps(row).encode()
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps({"text": "w1 w2 w3 w4 w5 w6"}).encode() + b"\n" + row + b"\n")
+    sample, = read_data(path, chat)
+    assert sample.name == f"{path}:1"
+    said = capsys.readouterr().out
+    assert f"1 documents skipped: {path}:2 (" in said and says in said, said
+    assert "under 5" not in said or "under 5" in says
+    path.write_bytes(row)
+    with pytest.raises(ValueError) as error:
+        read_data(path, chat)
+    assert "no usable document" in str(error.value) and says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_offsets_is_named(tmp_path, capsys):
+    target = data_target()
+    real = target.tokenizer
+    target.tokenizer = mock.MagicMock(wraps=real, chat_template=real.chat_template)
+    target.tokenizer.side_effect = NotImplementedError("no offsets in a Python tokenizer")
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD))
+    with pytest.raises(ValueError, match="no usable document.*a.jsonl:1 .NotImplementedError.*no offsets"):
+        mtp.read_samples([tmp_path / "a.jsonl"], target, 48, 5)
+
+
+U, A, E = "<|user|>", "<|assistant|>", "<|end|>"
+READ_ROWS = {  # row; template; all tokens, and those to learn
+    "chat": (GOOD, PLAIN, f"{U} w1 w2 {E} {A} w3 w4 w5 {E} {U} w6 {E} {A} w7 {E}", f"w3 w4 w5 {E} w7 {E}"),
+    "marked": (GOOD, CHAT, f"{U} w1 w2 {E} {A} w3 w4 w5 {E} {U} w6 {E} {A} w7 {E}", f"w3 w4 w5 {E} w7 {E}"),
+    "rewritten": (GOOD, LAST, f"{U} w1 w2 {E} {A} w3 w4 w5 {E} {U} w6 {E} {A} w9 w7 {E}", f"w9 w7 {E}"),
+    "tools": ({**GOOD, "tools": TOOL}, TOOLS, f"w50 w51 {U} w1 w2 {E} {A} w3 w4 w5 {E} {U} w6 {E} {A} w7 {E}",
+              f"w3 w4 w5 {E} w7 {E}"),
+    "tools-as-text": ({**GOOD, "tools": json.dumps(TOOL)}, TOOLS,
+                      f"w50 w51 {U} w1 w2 {E} {A} w3 w4 w5 {E} {U} w6 {E} {A} w7 {E}",
+                      f"w3 w4 w5 {E} w7 {E}"),
+    "arguments-as-text": ({"messages": [user("w1"), call('{"city": "w2"}'), user("w3"), answer("w4")]}, TOOLS,
+                          f"{U} w1 {E} {A} w2 {E} {U} w3 {E} {A} w4 {E}", f"w2 {E} w4 {E}"),
+    "arguments-as-dict": ({"messages": [user("w1"), call({"city": "w2"})]}, TOOLS,
+                          f"{U} w1 {E} {A} w2 {E}", f"w2 {E}"),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]}, PLAIN,
+                 f"{U} w1 {E} {A} w2 {E}", f"w2 {E}"),
+    "empty-answer": ({"messages": [user("w1"), answer(""), user("w2"), answer("w3")]}, PLAIN,
+                     f"{U} w1 {E} {A} {E} {U} w2 {E} {A} w3 {E}", f"{E} w3 {E}"),
+    "nulls": ({"messages": [user("w1", tool_calls=None), answer("w2 w3", name=None)], "text": None}, TOOLS,
+              f"{U} w1 {E} {A} w2 w3 {E}", f"w2 w3 {E}"),
+    "ids": ({"messages": MESSAGES, "input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 1, 0]}, PLAIN,
+            "w1 w2 w3 w4 w5", "w3 w4"),
+}
+
+
+@pytest.mark.parametrize("name", READ_ROWS)
+def test_a_row_is_read_as_it_is_served(name, tmp_path):
+    row, chat, every, learnt = READ_ROWS[name]
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    sample, = read_data(tmp_path / "a.jsonl", chat)
+    assert shown(sample) == (every, learnt)
+
+
+TEXTS = [{"text": f"w{i} w2 w3 w4 w5"} for i in range(1, 4)]
+LINES = "".join(json.dumps(row) + "\n" for row in TEXTS).encode()
+FORMATS = {  # file name: content; all hold the three rows above
+    "a.json": json.dumps(TEXTS).encode(), "b.json": json.dumps(TEXTS, indent=2).encode(), "a.JSONL": LINES,
+    "a.jsonl.gz": gzip.compress(LINES), "a.json.gz": gzip.compress(json.dumps(TEXTS).encode()), "a": LINES,
+    "a.txt": LINES, "bom.jsonl": b"\xef\xbb\xbf" + LINES, "crlf.jsonl": LINES.replace(b"\n", b"\r\n"),
+    "blank.jsonl": b"\n" + LINES.replace(b"\n", b"\n\n"),
+    "header.jsonl": b'{"answers_to": {"raw": true}}\n' + LINES,
+    "separators.jsonl": "".join(json.dumps(
+        {"text": row["text"].replace(" ", " \u2028 \x85 ")}, ensure_ascii=False) + "\n"
+        for row in TEXTS).encode(),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_is_read_by_its_content(name, tmp_path):
+    (tmp_path / name).write_bytes(FORMATS[name])
+    samples = read_data(tmp_path / name)
+    assert [shown(sample)[0].replace("[UNK] ", "") for sample in samples] == [row["text"] for row in TEXTS]
+
+
+@pytest.mark.parametrize("content", [
+    "[1] w2 w3 w4 w5", "{% if w1 %} w2 w3 w4", "w1 w2 w3\nw4 w5 w6", "\ufeffw1 w2 w3 w4 w5"])
+def test_a_text_is_one_document(content, tmp_path):
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    sample, = read_data(tmp_path / "a.txt")
+    assert sample.name == str(tmp_path / "a.txt") and len(sample.input_ids) == len(content.split())
+
+
+NO_TEXT = {  # content of a file, what the error says beside its name
+    "a.parquet": (b"PAR1 w1 w2 w3 w4 w5 PAR1", "pyarrow" if find_spec("pyarrow") is None else "is damaged"),
+    "a.gz": (gzip.compress(LINES)[:-12], "is damaged"),
+    "noise.gz": (b"\x1f\x8b w1 w2 w3", "is damaged"),
+    "a.bin": (b"w1 w2 w3 w4 w5 w6 \0", "no text in UTF-8"),
+    "utf16.txt": ("w1 w2 w3 w4 w5 w6".encode("utf-16"), "no text in UTF-8"),
+    "latin.txt": ("w1 \xe9 w2 w3 w4".encode("latin-1"), "surrogates not allowed"),
+    "cut.json": (json.dumps(TEXTS).encode()[:-9], "no usable document"),
+    "empty.txt": (b"", "no usable document"), "empty.jsonl": (b"", "no usable document"),
+}
+
+
+@pytest.mark.parametrize("command", ["capture", "generate-data"])
+def test_a_file_that_is_no_text_is_refused(command, tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mtp, "open_target", lambda *args, **options: mock.MagicMock(
+        stored=False, tokenizer=make_tokenizer(), draft_config=SimpleNamespace(vocab_size=62),
+        sha256="", lm_head=torch.zeros(1)))
+    given = "--prompts" if command == "generate-data" else "--data"
+    for name, (content, says) in NO_TEXT.items():
+        (tmp_path / name).write_bytes(content)
+        if not (command == "generate-data" and name == "cut.json"):
+            assert_refused(tmp_path, capsys, [
+                command, "--target", tiny[0], given, name, "--out", "out", "--device", "cpu"], name, says)
+
+
+def ask(tiny, folder, prompts, *more, expect=0):
+    """Rows of generate-data's answers of at most 6 tokens to prompts, as a .jsonl; without the first line."""
+    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    code = mtp.main(["generate-data", "--target", str(tiny), "--prompts", str(folder / "p.jsonl"), "--out",
+                     str(folder / "o.jsonl"), "--max-new-tokens", "6", "--device", "cpu", *more])
+    assert code == expect
+    return [json.loads(line) for line in (folder / "o.jsonl").read_text().splitlines()[1:]]
+
+
+ASKED = [{"prompt": "w1 w2"}, {"messages": MESSAGES, "tools": TOOL}, {"prompt": "w3"},
+         {"conversations": [{"from": "human", "value": "w6 \u2028 w7"}]}]
+
+
+def test_answers_keep_their_ids_and_are_greedy_whatever_the_target_asks_for(tiny, tmp_path):
+    """Penalties, beams and sampling in generation_config.json, a pad token outside the embedding, a token of
+    the answer that is special: ids, and what is learnt of them, are those of plain greedy decoding."""
+    folder = tmp_path / "target"
+    shutil.copytree(tiny[0], folder)
+    asks = dict(eos_token_id=[0], repetition_penalty=3.0, num_beams=2, num_return_sequences=2, do_sample=True)
+    (folder / "generation_config.json").write_text(json.dumps(asks))
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "additional_special_tokens": ["w4", "w30"]})
+    tokenizer.chat_template = TOOLS
+    tokenizer.save_pretrained(folder)
+    target = load_target(folder)
+    rows = ask(folder, tmp_path, ASKED)
+    assert [row["messages"][-2]["content"] for row in rows] == ["w1 w2", "w6", "w3", "w6 \u2028 w7"]
+    for row in rows:
+        *chat, last = row["messages"]
+        ids = tokenizer.apply_chat_template(chat, tools=row["tools"], add_generation_prompt=True,
+                                            return_dict=True)["input_ids"]
+        plain = mtp.decode(target, ids, 6, eos=[0]).answer
+        learnt = plain + [0] * (len(plain) < 6)
+        assert row["input_ids"] == ids + learnt and last["content"] == tokenizer.decode(plain)
+        assert row["loss_mask"] == [0] * len(ids) + [1] * len(learnt)
+    samples = mtp.read_samples([tmp_path / "o.jsonl"], target, 48, 5)
+    assert [sample.input_ids.tolist() for sample in samples] == [row["input_ids"] for row in rows]
+
+
+def test_a_prompt_that_cannot_be_asked_is_skipped_and_named(tiny, tmp_path, capsys):
+    """The others are asked, each once, and a resumed run goes on behind them."""
+    bad = [{"text": "w1"}, {"prompt": "\ud800"}, {"prompt": "w1 " * 250}, {"messages": []}]
+    assert len(ask(tiny[0], tmp_path, [*bad[:2], *ASKED[:1], *bad[2:], *ASKED[2:]])) == 3
+    said = capsys.readouterr().out
+    for part in ("4 documents skipped", 'p.jsonl:1 (has neither "prompt" nor "messages")', "surrogates not",
+                 "p.jsonl:4 (has 253 tokens; --max-new-tokens 6 leaves 1 to 250)"):
+        assert part in said, said
+    whole = (tmp_path / "o.jsonl").read_bytes()
+    for size in (0, 9, len(whole) // 2):
+        (tmp_path / "o.jsonl").write_bytes(whole[:size])
+        ask(tiny[0], tmp_path, [*bad[:2], *ASKED[:1], *bad[2:], *ASKED[2:]])
+        assert (tmp_path / "o.jsonl").read_bytes() == whole
+
+
+def test_prompts_of_a_text_are_its_lines(tmp_path):
+    (tmp_path / "p.txt").write_bytes("\ufeffw1 \u2028 \x85 w2\r\n\n  \nw3\n".encode())
+    rows = mtp.read_rows(str(tmp_path / "p.txt"), by_line=True)
+    assert rows == [(f"{tmp_path}/p.txt:1", {"prompt": "w1 \u2028 \x85 w2"}),
+                    (f"{tmp_path}/p.txt:4", {"prompt": "w3"})]
+
+
+def test_answers_of_something_else_are_not_overwritten(tiny, tmp_path, capsys, monkeypatch):
+    ask(tiny[0], tmp_path, ASKED[:1])
+    (tmp_path / "q.jsonl").write_text('{"prompt": "w5"}\n')
+    (tmp_path / "foreign.jsonl").write_text('{"text": "w5"}\n')
+    command = ["generate-data", "--target", tiny[0], "--device", "cpu", "--max-new-tokens", "6"]
+    for out, prompts, more in (("p.jsonl", "p.jsonl", []), ("foreign.jsonl", "p.jsonl", []),
+                               ("o.jsonl", "q.jsonl", []), ("o.jsonl", "p.jsonl", ["--raw"]),
+                               ("o.jsonl", "p.jsonl", ["--max-new-tokens", "5"])):
+        assert_refused(tmp_path, capsys, [*command, "--prompts", prompts, "--out", out, *more],
+                       f"--out {out} does not begin as answers", "give another --out")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_refused(tmp_path, capsys, [*command, "--prompts", "p.jsonl", "--out", "new.jsonl"], "one process")
+
+
+def test_a_capture_holds_what_its_data_holds_now(tiny, tmp_path, capsys):
+    """A line is taken out: its file stays, named and not read; nothing is computed anew, and what is held out
+    is the same texts as from the data itself, in another order and twice."""
+    lines = Path(tiny[1]).read_text().splitlines(keepends=True)
+    data, target = tmp_path / "data.jsonl", load_target(tiny[0])
+    data.write_text("".join(lines))
+    files = capture((tiny[0], str(data)), tmp_path / "states")
+    data.write_text("".join(lines[1:]))
+    with mock.patch.object(mtp.Target, "states", side_effect=AssertionError):
+        assert capture((tiny[0], str(data)), tmp_path / "states") == files[1:]
+    stored = mtp.read_samples([tmp_path / "states"], target, 48, 5)
+    assert len(stored) == 39 and f"1 files that its manifest.json does not list are not read, such as " \
+        f"{files[0].name}" in capsys.readouterr().out
+    data.write_text("".join([*reversed(lines[1:]), *lines[1:]]))
+    parts = [mtp.hold_out(samples) for samples in (stored, mtp.read_samples([data], target, 48, 5))]
+    for a, b in zip(*parts):
+        texts = [{tuple(sample.input_ids.tolist()) for sample in part} for part in (a, b)]
+        assert texts[0] == texts[1] and len(b) == 2 * len(a)
+    assert [len(part) for part in parts[0]] == [37, 2]
+
+
+def test_a_folder_that_no_capture_wrote_is_refused(tiny, tmp_path, capsys):
+    for name in ("config.json", "model.safetensors", "notes.txt"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_bytes(b"mine")
+        assert_refused(tmp_path, capsys, ["capture", "--target", tiny[0], "--data", tiny[1], "--out", name,
+                                          "--device", "cpu"], f"--out {name} holds ['{name}']", "a new DIR")
 
 
 # ---- Trainer: acceptance and decoding ----------------------------------------------------------------------
@@ -2579,7 +2882,7 @@ def capture(tiny, out, **changes):
     cfg = mtp.CaptureConfig(**{
         **dict(target=str(tiny[0]), data=[tiny[1]], out=str(out), seq_len=48, device="cpu"), **changes})
     mtp.capture(cfg)
-    return sorted(Path(out).iterdir())
+    return [Path(out, name) for name in json.loads((Path(out) / "manifest.json").read_text())["files"]]
 
 
 @pytest.fixture(scope="session")
@@ -2791,7 +3094,7 @@ def test_capture_writes_what_is_missing_and_no_more(tiny, tmp_path, capsys):
 def test_ranks_share_a_capture(tiny, tmp_path):
     files, shared = capture(tiny, tmp_path / "one"), tmp_path / "two"
     ranks(2, capture, tiny, shared)
-    assert [file.name for file in files] == sorted(path.name for path in shared.iterdir())
+    assert {file.name for file in files} == {path.name for path in shared.glob("*.safetensors")}
     for file in files:
         a, b = load_file(file), load_file(shared / file.name)
         torch.testing.assert_close(a["hidden_states"], b["hidden_states"], rtol=1e-5, atol=1e-5)
@@ -2846,7 +3149,6 @@ def test_states_that_vllm_wrote_are_normed(family, dtype, tmp_path):
     save_file(dict(token_ids=ids, hidden_states=layers), tmp_path / "vllm.safetensors")
     stored = mtp.Target(mtp.TrainConfig(), tmp_path / "target", torch.device("cpu"), stored=True)
     whole, = mtp.read_samples([tmp_path], stored, 48, 5)
-    assert whole.document == str(tmp_path / "vllm.safetensors")
     assert torch.equal(whole.input_ids, ids) and whole.loss_mask.all()
     sample = whole._replace(input_ids=ids[5:], loss_mask=whole.loss_mask[5:], start=5)
     states, = stored.states([sample], [(2, 30)])
@@ -2856,8 +3158,8 @@ def test_states_that_vllm_wrote_are_normed(family, dtype, tmp_path):
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_document_is_held_out_whole(tiny, tmp_path, stored):
-    """30 documents in up to four pieces each, from text or, a file a piece, from stored states: of two every
-    piece is held out, of the others none."""
+    """30 documents in up to four pieces each, from text or, a file a piece, from stored states: of the two
+    with the least hashes every piece is held out, of the others none."""
     draw = random.Random(0)
     texts = [" ".join(f"w{draw.randrange(60)}" for _ in range(40 + 5 * i)) for i in range(30)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
@@ -2871,7 +3173,9 @@ def test_a_document_is_held_out_whole(tiny, tmp_path, stored):
               for sequences in mtp.read_sequences(cfg, target))
     trained, held = ([i for i, ids in enumerate(whole) if found & {
         tuple(ids[n:n + 48]) for n in range(0, len(ids), 48)}] for found in pieces)
-    assert held == [0, 20] and trained == [i for i in range(30) if i not in held]
+    digests = [hashlib.sha256(repr(ids).encode()).hexdigest() for ids in whole]
+    assert held == sorted(map(digests.index, sorted(digests)[:2]))
+    assert trained == [i for i in range(30) if i not in held]
 
 
 BROKEN = {  # edit of (tensors, metadata), or of the bytes; the reason that is given
@@ -2935,6 +3239,7 @@ def test_broken_files_are_skipped_named_and_counted(tiny, tmp_path, capsys):
         assert re.search(rf"1 documents skipped: {folder}/b.safetensors \(.*{reason}", said), said
     for file in (tmp_path / "nan/b.safetensors", tmp_path / "token-62/b.safetensors"):
         shutil.copy(file, tmp_path / "good" / f"{file.parent.name}.safetensors")
+    (tmp_path / "good/manifest.json").unlink()
     stored = ["--target", str(tiny[0]), "--hidden-states", str(tmp_path / "good"), "--device", "cpu",
               "--steps", "1", "--eval-size", "1", "--seq-len", "48", "--out"]
     assert mtp.main([*stored, str(tmp_path / "run")]) == 0
@@ -5527,7 +5832,7 @@ def test_a_lost_layer_starts_from_the_base_models(sound, tmp_path, capsys):
     assert "warm" in capsys.readouterr().out
     trained, layer = (mtp.load_draft(name)[0].state_dict() for name in ("run", "draft"))
     same_tensors(trained, layer)
-    for init, says in (("hy", "another "), ("tuned", "tuned has no MTP layer"), ("nowhere", "nor a directory")):
+    for init, says in (("hy", "another "), ("tuned", "has no MTP layer"), ("nowhere", "nor a directory")):
         assert_refused(tmp_path / "here", capsys, [*arguments[:-3], init, "--out", "new"], says)
     config.write_text(config.read_text().replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 1'))
     assert_refused(tmp_path / "here", capsys, [*arguments, "--out", "new"], "another num_experts_per_tok")
@@ -5580,11 +5885,14 @@ def test_generate_data_resumes_where_it_stopped(tiny, tmp_path):
                  "--batch-size", "2", "--target", str(tiny[0]), "--raw"]
     assert mtp.main(arguments) == 0
     whole = out.read_bytes()
-    rows = [json.loads(line) for line in whole.splitlines()]
+    header, *rows = [json.loads(line) for line in whole.splitlines()]
+    assert header["answers_to"]["prompts"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
     for row, text in zip(rows, texts, strict=True):
         ids = target.tokenizer(text)["input_ids"]
         plain = mtp.decode(target, ids, 8, eos=[target.tokenizer.eos_token_id])
-        assert row == {"text": text + target.tokenizer.decode(plain.answer)}
+        answer = plain.answer + [0] * (len(plain.answer) < 8)  # its end is learnt as well
+        assert row == {"text": text + target.tokenizer.decode(plain.answer), "input_ids": ids + answer,
+                       "loss_mask": [0] * len(ids) + [1] * len(answer)}
     out.write_bytes(whole[:whole.rfind(b"\n", 0, -1) - 3])  # killed within the fourth line
     assert mtp.main(arguments) == 0
     assert out.read_bytes() == whole
