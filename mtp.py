@@ -1233,7 +1233,7 @@ def stored_files(folder):
     files = sorted(Path(folder).glob("*.safetensors"))
     manifest = Path(folder, MANIFEST)
     if manifest.exists():
-        listed = json.loads(manifest.read_text())["files"]
+        listed = json.loads(manifest.read_text()).get("files", [])
         others = {file.name for file in files}.difference(listed)
         if others:
             say(f"{folder}: {len(others)} files that its {MANIFEST} does not list are not read, "
@@ -1625,10 +1625,10 @@ def answer_prompts(target, prompts, max_new_tokens):
     """The target's greedy answers to prompts, all lists of ids; with the end token if it came."""
     from transformers import GenerationConfig
     model = target.model
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    end = model.generation_config.eos_token_id  # one, several or None
+    ends = end if isinstance(end, list) else [end]
     # Greedy, whatever penalties, beams or sampling generation_config.json asks for.
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=0)
     target.tokenizer.pad_token_id = 0  # masked: any id of the vocabulary
     batch = target.tokenizer.pad(
         {"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
