@@ -2082,6 +2082,12 @@ def test_a_row_is_read_as_it_is_served(name, tmp_path):
     assert shown(sample) == (every, learnt)
 
 
+def test_a_piece_that_is_cut_off_before_its_answer_is_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD))
+    pieces = [shown(sample) for sample in read_data(tmp_path / "a.jsonl", seq_len=5)]
+    assert pieces == [(f"w3 w4 w5 {E} {U}", f"w3 w4 w5 {E}"), (f"w6 {E} {A} w7 {E}", f"w7 {E}")]
+
+
 TEXTS = [{"text": f"w{i} w2 w3 w4 w5"} for i in range(1, 4)]
 LINES = "".join(json.dumps(row) + "\n" for row in TEXTS).encode()
 FORMATS = {  # file name: content; all hold the three rows above
