@@ -1330,7 +1330,7 @@ def stored_files(folder):
     files = sorted(Path(folder).glob("*.safetensors"))
     manifest = Path(folder, MANIFEST)
     if manifest.exists():
-        listed = json.loads(manifest.read_text())["files"]
+        listed = json.loads(manifest.read_text()).get("files", [])
         others = {file.name for file in files}.difference(listed)
         if others:
             say(f"{folder}: {len(others)} files that its {MANIFEST} does not list are not read, "
@@ -1361,16 +1361,16 @@ def read_rows(path, by_line=False):
     rows = read_bytes(path)
     if isinstance(rows, bytes):
         content = re.sub(rb'(?m)^{"answers_to": .*$', b"", rows)  # see generate_data
-        text = content.decode(errors="surrogateescape")  # what is not UTF-8 is refused as a row
         rows = content.split(b"\n")  # of bytes: nothing else ends a line
-        as_json = ".json" in str(path).lower() or re.match(rb'\s*{\s*"', content)
+        as_json = ".json" in os.path.basename(path).lower() or re.match(rb'\s*{\s*"', content)
         with suppress(ValueError, RecursionError):
             if content.lstrip().startswith(b"["):
                 rows = json.loads(content)
                 as_json = True
-        if not as_json and not by_line:
-            return [(str(path), {"text": text})]
         if not as_json:
+            text = content.decode(errors="surrogateescape")  # not UTF-8: refused in encode_text
+            if not by_line:
+                return [(str(path), {"text": text})]
             rows = [line.strip() and {"prompt": line} for line in text.split("\n")]
     return [(f"{path}:{number}", row) for number, row in enumerate(rows, 1) if row]
 
@@ -1722,10 +1722,10 @@ def answer_prompts(target, prompts, max_new_tokens):
     """The target's greedy answers to prompts, all lists of ids; with the end token if it came."""
     from transformers import GenerationConfig
     model = target.model
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    end = model.generation_config.eos_token_id  # one, several or None
+    ends = end if isinstance(end, list) else [end]
     # Greedy, whatever penalties, beams or sampling generation_config.json asks for.
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=0)
     target.tokenizer.pad_token_id = 0  # masked: any id of the vocabulary
     batch = target.tokenizer.pad(
         {"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
@@ -1751,8 +1751,8 @@ def generate_data(cfg):
     require(written[:len(header)] == header[:len(written)], f"--out {out} does not begin as answers "
             f"to these prompts of this target do, {header[:-1].decode()}: give another --out")
 
-    prompts = load_each([(name, partial(read_prompt, row, target, cfg)) for name, row in rows],
-                        lambda found, name: [found], [cfg.prompts])
+    loads = [(name, partial(read_prompt, row, target, cfg)) for name, row in rows]
+    prompts = load_each(loads, lambda found, name: [found], [cfg.prompts])
     out.parent.mkdir(parents=True, exist_ok=True)
     lines = written.count(b"\n")
     with open(out, "ab") as file:

@@ -2286,6 +2286,12 @@ def test_a_row_is_read_as_it_is_served(name, tmp_path):
     assert shown(sample) == (every, learnt)
 
 
+def test_a_piece_that_is_cut_off_before_its_answer_is_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD))
+    pieces = [shown(sample) for sample in read_data(tmp_path / "a.jsonl", seq_len=5)]
+    assert pieces == [(f"w3 w4 w5 {E} {U}", f"w3 w4 w5 {E}"), (f"w6 {E} {A} w7 {E}", f"w7 {E}")]
+
+
 TEXTS = [{"text": f"w{i} w2 w3 w4 w5"} for i in range(1, 4)]
 LINES = "".join(json.dumps(row) + "\n" for row in TEXTS).encode()
 FORMATS = {  # file name: content; all hold the three rows above
@@ -2353,26 +2359,32 @@ ASKED = [{"prompt": "w1 w2"}, {"messages": MESSAGES, "tools": TOOL}, {"prompt": 
          {"conversations": [{"from": "human", "value": "w6 \u2028 w7"}]}]
 
 
-def test_answers_keep_their_ids_and_are_greedy_whatever_the_target_asks_for(tiny, tmp_path):
+@pytest.mark.parametrize("kind", ["one end", "several", "none"])
+def test_answers_keep_their_ids_and_are_greedy_whatever_the_target_asks_for(kind, tiny, tmp_path):
     """Penalties, beams and sampling in generation_config.json, a pad token outside the embedding, a token of
     the answer that is special: ids, and what is learnt of them, are those of plain greedy decoding."""
     folder = tmp_path / "target"
     shutil.copytree(tiny[0], folder)
-    asks = dict(eos_token_id=[0], repetition_penalty=3.0, num_beams=2, num_return_sequences=2, do_sample=True)
+    target, words = load_target(folder), make_tokenizer()("<|user|> w1 w2 <|end|> <|assistant|>")
+    third = mtp.decode(target, words["input_ids"], 6).answer[2]  # ends the first answer
+    eos, ends = {"one end": (third, [third]), "several": ([61, third], [61, third]), "none": (None, [])}[kind]
+    asks = dict(eos_token_id=eos, repetition_penalty=3.0, num_beams=2, num_return_sequences=2, do_sample=True)
     (folder / "generation_config.json").write_text(json.dumps(asks))
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "additional_special_tokens": ["w4", "w30"]})
     tokenizer.chat_template = TOOLS
     tokenizer.save_pretrained(folder)
-    target = load_target(folder)
     rows = ask(folder, tmp_path, ASKED)
     assert [row["messages"][-2]["content"] for row in rows] == ["w1 w2", "w6", "w3", "w6 \u2028 w7"]
+    assert len(rows[0]["input_ids"]) <= 8 or kind == "none"
     for row in rows:
         *chat, last = row["messages"]
         ids = tokenizer.apply_chat_template(chat, tools=row["tools"], add_generation_prompt=True,
                                             return_dict=True)["input_ids"]
-        plain = mtp.decode(target, ids, 6, eos=[0]).answer
-        learnt = plain + [0] * (len(plain) < 6)
+        plain = mtp.decode(target, ids, 6, eos=ends).answer
+        learnt = row["input_ids"][len(ids):]
+        assert learnt[:len(plain)] == plain and (learnt == plain or learnt[len(plain)] in ends)
+        assert len(learnt) == min(6, len(plain) + 1)
         assert row["input_ids"] == ids + learnt and last["content"] == tokenizer.decode(plain)
         assert row["loss_mask"] == [0] * len(ids) + [1] * len(learnt)
     samples = mtp.read_samples([tmp_path / "o.jsonl"], target, 48, 5)
