@@ -46,12 +46,13 @@ SINGLE = "model.safetensors"
 SHARD = "model-mtp.safetensors"  # of OUT: the draft's
 RENAMED = {  # a loader that sees SINGLE reads no index; a source that is an OUT has a SHARD of its own
     SINGLE: "model-00001-of-00001.safetensors", SHARD: "model-mtp-source.safetensors"}
+BLOCK = 4096  # bytes, see identity
 WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SCALES = (".weight_scale_inv", ".weight_scale")  # of blocks; of rows, or scalar
+CODED = (".weight_scale_inv", ".weight_scale", ".weight_zero_point")  # beside a .weight of codes
 
 ROUTER = ("mlp.gate.weight", "mlp.router.gate.weight", "expert_bias", "e_score_correction_bias")
 OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # of layer N; engines use the main ones
@@ -68,13 +69,23 @@ def sha256(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def find_target(path):
-    """Directory of a target; what is none is a hub id, downloaded if need be."""
+def read_json(path):
+    """The object that a file holds; ValueError if it holds none."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    require(isinstance(found, dict), f"{path} holds a {type(found).__name__}, expected an object")
+    return found
+
+
+def find_target(path, with_code=False):
+    """Directory of a target; what is none is a hub id, downloaded if need be, its code only if asked for."""
     if os.path.isdir(path):
         return Path(path)
     try:
         from huggingface_hub import snapshot_download
-        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"] + ["*.py"] * with_code
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except Exception as error:  # the hub's client raises many kinds
         reason = str(error).split("\n")[0]
@@ -128,49 +139,51 @@ class Entry(NamedTuple):
     shape: tuple
     size: int  # bytes
     file: str
+    start: int = 0  # first byte in the file
 
 
 def read_header(path):
-    """({name: Entry}, metadata) of a safetensors file; no tensor is read. ValueError if it is cut short."""
+    """({name: Entry}, metadata) of a safetensors file; no tensor is read. ValueError if it is none or cut."""
     path = Path(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    metadata = header.pop("__metadata__", {})
-
-    entries = {}
-    size = 8 + length
-    for name, about in header.items():
-        start, stop = about["data_offsets"]
-        entries[name] = Entry(about["dtype"], tuple(about["shape"]), stop - start, path.name)
-        size = max(size, 8 + length + stop)
-
     found = path.stat().st_size
+    entries = {}
+    try:
+        with open(path, "rb") as file:
+            data = 8 + int.from_bytes(file.read(8), "little")
+            require(data <= found, "its header is longer than the file")
+            header = json.loads(file.read(data - 8))
+        metadata = header.pop("__metadata__", {})
+        for name, about in header.items():
+            start, stop = about["data_offsets"]
+            shape = tuple(about["shape"])
+            entries[name] = Entry(about["dtype"], shape, stop - start, path.name, data + start)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no safetensors file ({error}): a git-lfs pointer, or damaged") from None
+
+    size = max([data, *(entry.start + entry.size for entry in entries.values())])
     require(found == size, f"{path} has {found} bytes, its header says {size}: it is cut short")
     return entries, metadata
 
 
 def save_shard(path, tensors, metadata):
     apart = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    Path(path).touch()
+    mode = path.stat().st_mode  # the umask's; save_file would leave 0600
     save_file(apart, path, metadata={"format": "pt", **metadata})
+    path.chmod(mode)
 
 
-def set_key(text, key, value):
-    """A JSON object's text with one top-level key set. All else keeps its bytes, if the key's old value is
-    a scalar."""
+def edited(text, wanted):
+    """A config.json's text with keys set, in the text model's part if that is nested; if all of them are
+    there, the same bytes."""
     config = json.loads(text)
-    wanted = {**config, key: value}
-    new = json.dumps(value)
-    if config and key not in config:
-        before, brace, after = text.partition("{")
-        margin = re.match(r"\s*", after)[0]
-        return f'{before}{brace}{margin}"{key}": {new},{after}'
-
-    for found in re.finditer(rf'"{re.escape(key)}"\s*:\s*(null|true|false|[-+.\w]+|"[^"]*")', text):
-        edited = text[:found.start(1)] + new + text[found.end(1):]
-        if json.loads(edited) == wanted:  # and not a key of that name further inside
-            return edited
-    return json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
+    changes = {key: value for key, value in wanted.items() if flat(config).get(key) != value}
+    if not changes:
+        return text
+    part = config.get("text_config") or config
+    for key, value in changes.items():
+        (config if key in config else part)[key] = value
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
 # ---- Families ------------------------------------------------------------------------------------
@@ -187,7 +200,27 @@ USUAL = {  # where neither the config.json nor its family says
     "rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "initializer_range": 0.02,
     "max_position_embeddings": 131072, "model_type": "glm4_moe"}
+MAY_BE_ZERO = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
+               "shared_expert_intermediate_size", "intermediate_size")
+UNREAD = {  # what would change a layer or its logits: the values that do not
+    "logit_scale": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "embedding_multiplier": 1.0,
+    "attention_multiplier": None, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "clip_qkv": None, "use_alibi": False}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")  # a dense target's choice
+
+
+def check_values(config):
+    """ValueError for a value of one of mtp.MTPConfig's fields that has another type or cannot be."""
+    for key in config.keys() & {*REQUIRED, *USUAL} - {"rope_scaling"}:
+        value, kind = config[key], type(USUAL.get(key, 1))
+        fits = isinstance(value, (int, float) if kind is float else kind)
+        if isinstance(value, bool) and kind is not bool:
+            fits = False
+        require(fits, f"{key} is {value!r}, expected {KINDS[kind]}")
+        least = "0 or more" if key in MAY_BE_ZERO else "above 0"
+        sound = kind in (bool, str) or value > 0 or (value == 0 and key in MAY_BE_ZERO)
+        require(sound, f"{key} is {value!r}, expected {least}")
 
 
 def glm4_moe(config, names):
@@ -210,6 +243,10 @@ def bailing_moe_v2(config, names):
              "moe_shared_expert_intermediate_size": config.get("moe_intermediate_size")}
     odd = {key: config[key] for key in usual if config.get(key, usual[key]) != usual[key]}
     require(not odd, f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
+    rotary = config.get("rotary_dim")
+    if rotary is not None:
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        config = {**config, "partial_rotary_factor": rotary / head_dim}
     return {"n_shared_experts": 0, **config}
 
 
@@ -234,6 +271,8 @@ def dense(config, names):
 
     unsaid = dict(num_key_value_heads=config.get("num_attention_heads"), rms_norm_eps=1e-6,
                   n_routed_experts=8, num_experts_per_tok=2)
+    if family == "qwen3":
+        unsaid["head_dim"] = 128
     fixed = dict(moe_intermediate_size=F, n_shared_experts=width // F, partial_rotary_factor=1.0,
                  use_qk_norm=has_q_norm(names), attention_bias=has_qkv_bias(names))
     return unsaid | config | fixed
@@ -253,7 +292,7 @@ def qwen3_5(config, names):
         layer |= {"scoring_func": "softmax", "intermediate_size": 0}
     else:
         layer |= dict.fromkeys(SIZES, 0)
-    unsaid = {"partial_rotary_factor": 0.25, "attn_output_gate": True, "rms_norm_eps": 1e-6}
+    unsaid = {"head_dim": 256, "partial_rotary_factor": 0.25, "attn_output_gate": True, "rms_norm_eps": 1e-6}
     return unsaid | config | layer
 
 
@@ -265,36 +304,33 @@ def has_qkv_bias(names):
     return any(name.endswith("self_attn.q_proj.bias") for name in names)
 
 
-# How OUT's config.json is written: a function edits the text of the source's.
+# What engines need in OUT's config.json: {key: value}.
 
-def one_layer(text, names):
-    return set_key(text, "num_nextn_predict_layers", 1)
+def one_layer(config, names):
+    return {"num_nextn_predict_layers": 1}
 
 
-def hy_v3_for_vllm(text, names):
+def one_layer_untied(config, names):
+    """vLLM ties no head of these families to the embedding."""
+    tied = {"tie_word_embeddings": False} if config.get("tie_word_embeddings") else {}
+    return one_layer(config, names) | tied
+
+
+def hy_v3_for_vllm(config, names):
     """one_layer, and the keys that vLLM reads and transformers does not write."""
-    config = json.loads(text)
     kinds = config.get("mlp_layer_types") or ["dense"]
     n_dense = kinds.count("dense")
     require("dense" not in kinds[n_dense:], f"mlp_layer_types {kinds} has dense layers after sparse "
             "ones; engines read first_k_dense_replace, which cannot say that")
 
-    text = one_layer(text, names)
     unsaid = dict(qk_norm=has_q_norm(names), route_norm=True, first_k_dense_replace=n_dense,
                   expert_hidden_dim=config.get("moe_intermediate_size"))
-    for key, value in unsaid.items():
-        if config.get(key) is None:
-            text = set_key(text, key, value)
-    return text
+    wanted = {key: value for key, value in unsaid.items() if config.get(key) is None}
+    return wanted | one_layer(config, names)
 
 
-def qwen3_5_layer(text, names):
-    """mtp_num_hidden_layers is 1, in the text model's part of a nested config.json."""
-    key = "mtp_num_hidden_layers"
-    inner = json.loads(text).get("text_config")
-    if inner is None:
-        return set_key(text, key, 1)
-    return text if inner.get(key) == 1 else set_key(text, "text_config", {**inner, key: 1})
+def qwen3_5_layer(config, names):
+    return {"mtp_num_hidden_layers": 1}
 
 
 class Family(NamedTuple):
@@ -305,13 +341,14 @@ class Family(NamedTuple):
     second: str = "model.layers.{M}."  # of those of a further one, M = N + 1
     layer: str = ""  # after prefix: of the tensors that a main layer has, too
     alike: bool = True  # do main layers have the MTP layer's shapes?
+    fused: bool = False  # may all experts be stored as one tensor?
     embed: str = "model.embed_tokens.weight"
-    write: Callable = one_layer  # (text of config.json, names) -> text of OUT's
+    write: Callable = one_layer  # (config, names) -> {key: value} that engines need
     dense: bool = False  # no MTP layer of its own: written in another family's layout
 
 
 QWEN = Family(
-    qwen3_5, prefix="mtp.", second="mtp.layers.1.", layer="layers.0.", alike=False,
+    qwen3_5, prefix="mtp.", second="mtp.layers.1.", layer="layers.0.", alike=False, fused=True,
     write=qwen3_5_layer, keys={"num_experts": "n_routed_experts"},
     names={"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc",
            "shared_head.norm": "norm", "input_layernorm": "layers.0.input_layernorm",
@@ -320,7 +357,7 @@ QWEN = Family(
            "mlp.shared_experts": "layers.0.mlp.shared_expert"})
 
 FAMILIES = {
-    "glm4_moe": Family(glm4_moe),
+    "glm4_moe": Family(glm4_moe, write=one_layer_untied),
     "hy_v3": Family(
         hy_v3, write=hy_v3_for_vllm,
         keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
@@ -349,14 +386,14 @@ FAMILIES = {
     "qwen3_5_text": QWEN,
     "qwen3_5_moe": QWEN,
     "qwen3_5_moe_text": QWEN,
-    "qwen3_next": QWEN._replace(write=one_layer),
+    "qwen3_next": QWEN._replace(write=one_layer_untied),
 }
 
 
 def family_of(config):
     kind = config.get("model_type")
-    require(kind in FAMILIES, f"model_type {kind!r} is none of {', '.join(FAMILIES)}; layers "
-            "with MLA do not fit this draft")
+    require(isinstance(kind, str) and kind in FAMILIES, f"model_type {kind!r} is none of "
+            f"{', '.join(FAMILIES)}; layers with MLA do not fit this draft")
     return FAMILIES[kind]
 
 
@@ -368,7 +405,8 @@ def flat(config):
 def layer_prefix(config):
     """Prefix of the MTP layer's tensors."""
     N = config.get("num_hidden_layers")
-    require(N, f"config.json has num_hidden_layers {N}: expected a whole model's, not a draft's")
+    whole = isinstance(N, int) and N > 0
+    require(whole, f"config.json has num_hidden_layers {N!r}: expected a whole model's, not a draft's")
     return family_of(config).prefix.format(N=N)
 
 
@@ -380,18 +418,24 @@ def draft_config(config, names=None, sizes=None):
     require(family.dense or not sizes, f"{', '.join(sizes)} are for dense targets, a "
             f"{config['model_type']} target has its own: leave them out")
 
-    said = {key: value for key, value in config.items() if value is not None}
+    if config["model_type"] == "mistral":
+        config = {"sliding_window": 4096} | config  # as transformers takes it
+    said = {key: value for key, value in flat(config).items() if value is not None}
     config = {family.keys.get(key, key): value for key, value in said.items()}
     act = config.get("hidden_act", "silu")
     bias = config.get("mlp_bias", False)
     require(act == "silu" and not bias,
             f"experts must be silu without bias, not {act!r}, bias {bias!r}")
 
+    odd = {key: config[key] for key in UNREAD if config.get(key, UNREAD[key]) != UNREAD[key]}
+    require(not odd, f"the target has {odd}, which this draft layer cannot express")
+    check_values(config)
     said = family.read(config | sizes, names)
     found = USUAL | {key: said[key] for key in (*REQUIRED, *USUAL) if key in said} | read_rope(said)
     found.setdefault("head_dim", said.get("hidden_size", 0) // said.get("num_attention_heads", 1))
     lost = [key for key in REQUIRED if key not in found]
     require(not lost, f"the {config['model_type']} config has no value for {', '.join(lost)}")
+    check_values(found)
     return found
 
 
@@ -405,13 +449,18 @@ OTHER_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 def read_rope(config):
     """rope_theta, rope_scaling and, if it is said, partial_rotary_factor: on top or in rope_parameters."""
-    said = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    said = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        part = config.get(key) or {}
+        require(isinstance(part, dict), f"{key} is {part!r}, expected an object")
+        said |= part
     config = config | said
     kind = said.get("rope_type", said.get("type", "default"))
     require(kind in ROPE_SCALING, f"rope_type {kind!r} is not supported; {', '.join(ROPE_SCALING)} are")
     theta = config.get("rope_theta")
-    require(theta, "the config has no rope_theta, neither on top nor in rope_parameters")
+    require(theta is not None, "the config has no rope_theta, neither on top nor in rope_parameters")
 
+    check_values({"rope_theta": theta})
     found = {"rope_theta": float(theta), "rope_scaling": None}
     if kind != "default":
         scaling = {key: said[key] for key in ROPE_SCALING[kind] if key in said}
@@ -514,10 +563,11 @@ def mlp_shapes(prefix, width, C):
             prefix + "down_proj.weight": (C, width)}
 
 
-def fused_experts(names, prefix):
+def fused_experts(layout, names, prefix):
     """Are the experts of a checkpoint's MTP layer, or else of its main layers, stored in one tensor?"""
     own = [name for name in names if name.startswith(prefix)]
-    return any(name.endswith("mlp.experts.gate_up_proj") for name in own or names)
+    return FAMILIES[layout].fused and any(
+        name.endswith("mlp.experts.gate_up_proj") for name in own or names)
 
 
 def unfused(name, tensor):
@@ -567,7 +617,8 @@ def expected_layer(config, names, prefix):
     """{checkpoint name: shape} of the MTP layer that a config.json implies, tensor names filling gaps."""
     shapes = layer_shapes(draft_config(config, names))
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    tensors = layer_tensors(state, config["model_type"], prefix, fused_experts(names, prefix))
+    layout = config["model_type"]
+    tensors = layer_tensors(state, layout, prefix, fused_experts(layout, names, prefix))
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
@@ -617,13 +668,17 @@ class Checkpoint:
         index, single = self.path / INDEX, self.path / SINGLE
         require(index.exists() or single.exists(),
                 f"{path} has no {SINGLE}: only safetensors are read")
-        self.text = (self.path / "config.json").read_text()
-        self.config = flat(json.loads(self.text))
-        if index.exists():
-            self.files = json.loads(index.read_text())["weight_map"]  # {tensor name: file}
-        else:
-            with safe_open(single, "pt") as file:
-                self.files = dict.fromkeys(file.keys(), SINGLE)
+        self.config = flat(read_json(self.path / "config.json"))
+        self.text = (self.path / "config.json").read_text(encoding="utf-8")
+        if not index.exists():
+            self.files = dict.fromkeys(read_header(single)[0], SINGLE)
+            return
+
+        self.files = read_json(index).get("weight_map")  # {tensor name: file}
+        require(isinstance(self.files, dict), f"{index} has no weight_map")
+        require(not single.exists() or SINGLE in self.files.values(), f"{path} has both {SINGLE} and "
+                f"{INDEX}, of another checkpoint: transformers reads the one, engines the other. Remove the "
+                "old one")
 
     def stored(self, name):
         """A tensor as it is stored: of a quantised weight its codes."""
@@ -633,33 +688,88 @@ class Checkpoint:
     def read(self, name):
         """A tensor; a quantised weight comes de-quantised, fp32."""
         tensor = self.stored(name)
-        stem = name.removesuffix(".weight") + "."
-        scales = {other: self.stored(other) for other in self.files
-                  if other.startswith(stem) and "scale" in other.removeprefix(stem)}
-        if tensor.dtype.itemsize > 1 and not scales:
+        stem = name.removesuffix(".weight")
+        parts = {other.removeprefix(stem): self.stored(other) for other in self.files
+                 if other.startswith(stem + ".weight_")}
+        if tensor.dtype in DTYPES.values() and not parts:
             return tensor
-        block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (1, 1)
-        return dequantised(name, tensor, scales, block)
+        return dequantised(name, tensor, parts, self.config.get("quantization_config") or {})
 
 
-def dequantised(name, codes, scales, block):
-    """A weight in fp32, of its codes and {name of its scale: scale}. ValueError for an unknown scheme."""
-    known = {name.removesuffix(".weight") + suffix for suffix in SCALES}
-    require(codes.dtype in CODES.values() and len(scales) == 1 and scales.keys() <= known,
-            f"{name} is {codes.dtype} with scales {', '.join(scales) or 'none'}: only float8_e4m3fn "
-            f"or int8 with one of {', '.join(SCALES)} can be de-quantised")
+def dequantised(name, codes, parts, config):
+    """A weight in fp32, of its codes and {suffix: scale or zero point}; config: the quantization_config.
+    ValueError for an unknown scheme."""
+    scale = parts.get(".weight_scale", parts.get(".weight_scale_inv"))
+    known = scale is not None and parts.keys() <= set(CODED)
+    require(codes.dtype in CODES.values() and codes.dim() == 2 and known,
+            f"{name} is {codes.dtype} with {', '.join(parts) or 'no scale'}: only matrices of "
+            "float8_e4m3fn or int8 with a weight_scale or weight_scale_inv can be de-quantised")
 
-    (kind, scale), = scales.items()
-    if kind.endswith("_inv"):  # of blocks, the last of each side may be ragged
-        rows, columns = codes.shape
-        high, wide = block
-        fitting = (-(-rows // high), -(-columns // wide))
-        require(scale.shape == fitting, f"{kind} is {tuple(scale.shape)}, but blocks of {(high, wide)} "
-                f"(weight_block_size) in {(rows, columns)} make {fitting}")
-        scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
-    elif scale.dim() == 1 and len(scale) > 1:  # of rows
-        scale = scale[:, None]
-    return codes.float() * scale.float()
+    rows, columns = codes.shape
+    groups = (config.get("config_groups") or {}).values()
+    said = [group["weights"].get("block_structure") for group in groups if group.get("weights")]
+    block = config.get("weight_block_size") or (said[0] if said else None)
+    value = codes.float()
+    if scale.dim() < 2:  # one scale, or one for each row
+        scale = scale.reshape(-1, 1)
+    high, wide = block or (rows // len(scale), columns // scale.shape[1])
+    if scale.shape[1] == 1 and len(scale) in (1, rows):
+        high, wide = rows // len(scale), columns
+    fitting = (-(-rows // high), -(-columns // wide))  # the last block of each side may be ragged
+    require(scale.shape == fitting, f"the scale of {name} is {tuple(scale.shape)}, but blocks of "
+            f"{(high, wide)} in {(rows, columns)} make {fitting}")
+
+    def of_weights(x):
+        x = x.float().reshape(fitting)
+        return x.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
+
+    if ".weight_zero_point" in parts:
+        value = value - of_weights(parts[".weight_zero_point"])
+    return value * of_weights(scale)
+
+
+def identity(checkpoint):
+    """{part: hash} by which a target is known again: config.json; names, dtypes and shapes of its tensors;
+    `blocks` of every tensor's bytes, from both ends and the middle; embedding, head and final norm whole.
+    An MTP layer does not matter. Cheap for 700 GB."""
+    config, files = checkpoint.config, checkpoint.files
+    own = layer_prefix(config)
+    whole = {embed_name(config, files): "embedding", "lm_head.weight": "head",
+             main_stem(files) + "norm.weight": "norm"}
+    headers = {file: read_header(checkpoint.path / file)[0] for file in set(files.values())}
+    listed, blocks = hashlib.sha256(), hashlib.sha256()
+    found = {"config": sha256(checkpoint.path / "config.json")}
+
+    for name, file in sorted(files.items()):
+        if name.startswith(own):
+            continue
+        entry = headers[file].get(name)
+        require(entry, f"{checkpoint.path / INDEX} says that {name} is in {file}, which lacks it")
+        listed.update(repr((name, entry.dtype, entry.shape)).encode())
+        with open(checkpoint.path / file, "rb") as data:
+            for at in (0, (entry.size - BLOCK) // 2, entry.size - BLOCK):
+                data.seek(entry.start + max(at, 0))
+                blocks.update(data.read(min(BLOCK, entry.size)))
+            if name in whole:
+                data.seek(entry.start)
+                found[whole[name]] = hashlib.sha256(data.read(entry.size)).hexdigest()
+    return found | {"tensors": listed.hexdigest(), "blocks": blocks.hexdigest()}
+
+
+def unlisted_layer(checkpoint):
+    """Files of a folder with an MTP layer that its index does not name; loaders do not see it."""
+    own = layer_prefix(checkpoint.config)
+    others = {path for path in checkpoint.path.glob("*.safetensors")
+              if path.name not in checkpoint.files.values()}
+    return [path.name for path in others if any(name.startswith(own) for name in read_header(path)[0])]
+
+
+def require_same_target(found, expected, what):
+    """ValueError that names the parts of two identities that differ."""
+    parts = [part for part in sorted(found | expected) if found.get(part) != expected.get(part)]
+    require(not parts, f"{what} was made for another target, whose {', '.join(parts)} differ"
+            f"{'' if 'config' in parts else ' (config.json is the same)'}: give that --target DIR, or "
+            "--other-target if it is meant")
 
 
 def mtp_prefix(config, names):
@@ -677,8 +787,9 @@ def read_layer(checkpoint, prefix, state):
     """Copy a checkpoint's own MTP layer into the tensors of state, a draft's state_dict(), in place.
     A ValueError lists what is missing or misshapen."""
     wrong = []
-    fused = fused_experts(checkpoint.files, prefix)
-    for name, views in stored_views(state, checkpoint.config["model_type"], prefix, fused).items():
+    layout = checkpoint.config["model_type"]
+    fused = fused_experts(layout, checkpoint.files, prefix)
+    for name, views in stored_views(state, layout, prefix, fused).items():
         if name not in checkpoint.files:
             wrong.append(f"{name} is missing")
             continue
@@ -694,9 +805,14 @@ def read_layer(checkpoint, prefix, state):
             for view, part in zip(views, tensor.split(rows)):
                 view.copy_(part)
 
-    lines = "\n  ".join(wrong[:20])
     require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used, {len(wrong)} of its tensors "
-            f"are wrong; try --init scratch:\n  {lines}")
+            f"are wrong: {'; '.join(wrong[:5])}. To train anew: --init scratch")
+
+
+def is_draft(path):
+    """Is it a directory that training wrote, and no checkpoint?"""
+    config = Path(path) / "config.json"
+    return config.exists() and "ttt_length" in read_json(config)
 
 
 def read_draft(path):
@@ -704,15 +820,28 @@ def read_draft(path):
     path = Path(path)
     require((path / "config.json").exists(),
             f"{path} has no config.json: expected a draft directory")
-    meta = json.loads((path / "config.json").read_text())
+    meta = read_json(path / "config.json")
     needed = {*REQUIRED, *USUAL, "ttt_length", "engine", "recycle", "zero_first_embedding",
-              "target", "target_config_sha256"}
+              "target", "target_identity"}
     lost = sorted(needed - meta.keys())
-    require(meta.get("format") == 1 and not lost, f"{path}/config.json is not a draft's: format "
-            f"{meta.get('format')}, expected 1; missing: {', '.join(lost[:5]) or 'nothing'}. Give a "
+    require(meta.get("format") == 2 and not lost, f"{path}/config.json is not a draft's: format "
+            f"{meta.get('format')}, expected 2; missing: {', '.join(lost[:5]) or 'nothing'}. Give a "
             "directory that this version of mtp.py wrote")
 
+    check_values(meta)
+    fits = {"ttt_length": isinstance(meta["ttt_length"], int) and meta["ttt_length"] > 0,
+            "recycle": meta["recycle"] in ("post", "pre", "both"),
+            "zero_first_embedding": isinstance(meta["zero_first_embedding"], bool),
+            "target": isinstance(meta["target"], str),
+            "target_identity": isinstance(meta["target_identity"], dict)}
+    odd = [f"{key} {meta[key]!r}" for key, fine in fits.items() if not fine]
+    require(not odd, f"{path}/config.json has {', '.join(odd)}, which no training wrote")
+
+    read_header(path / SINGLE)
     state = load_file(path / SINGLE)
+    unfit = [name for name, x in state.items() if not (x.is_floating_point() and x.isfinite().all())]
+    require(not unfit, f"{path / SINGLE}: {unfit[:1]} is {[state[name].dtype for name in unfit[:1]]} or "
+            "holds nan or inf, expected finite floats")
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     expected = layer_shapes(meta)
     wrong = {name for name, _ in shapes.items() ^ expected.items()}
@@ -734,11 +863,14 @@ class Source:
         self.prefix = layer_prefix(self.config)
 
         self.entries = {}
+        self.unlisted = set()  # files with tensors that the index does not name
         for file in sorted(set(self.checkpoint.files.values())):
             found, _ = read_header(self.path / file)
             for name, entry in found.items():
                 if self.checkpoint.files.get(name) == file:
                     self.entries[name] = entry
+                else:
+                    self.unlisted.add(file)
         self.last = f"{main_stem(self.entries)}layers.{self.N - 1}."  # prefix of the last main layer
         self.embed = embed_name(self.config, self.entries)
         mtp_prefix(self.config, self.entries)  # warns of a second MTP layer
@@ -781,8 +913,8 @@ OF_SOURCE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 
 def dense_config(source, draft, layout):
-    """Text of OUT/config.json for a dense source; draft: the config.json of its draft."""
-    require("quantization_config" not in source.config, f"the dense target {source.path} is quantised, "
+    """OUT/config.json of a dense source; draft: the config.json of its draft."""
+    require(not source.config.get("quantization_config"), f"the dense target {source.path} is quantised, "
             "rewriting it needs plain weights: give the unquantised checkpoint")
     require(layout != "hy_v3" or not draft["attention_bias"], "hy_v3 has no q, k, v biases, this "
             f"{source.config['model_type']} target has: --layout glm4_moe")
@@ -798,7 +930,7 @@ def dense_config(source, draft, layout):
     config |= {key: source.config[key] for key in OF_SOURCE if key in source.config}
     if layout == "hy_v3":
         config["mlp_layer_types"] = ["dense"] * n_dense + ["sparse"]
-    return json.dumps(config, indent=2) + "\n"
+    return config
 
 
 def dense_names(source, layout):
@@ -841,9 +973,9 @@ UNQUANTISED = {  # quant_method: keys of its list; the last if none is there
 BUILT = {r"\bgate_proj$": "gate_up_proj", r"\bq_proj$": "qkv_proj", r"\.experts\..*": ".experts"}
 
 
-def name_unquantised(text, names):
-    """config.json's text with the modules of layer N's plain tensors named as unquantised."""
-    config = json.loads(text)["quantization_config"]
+def name_unquantised(config, names):
+    """quantization_config with the modules of the MTP layer's plain tensors named as unquantised."""
+    config = config["quantization_config"]
     method = config.get("quant_method")
     require(method in UNQUANTISED, f"quant_method {method!r} is not known here ("
             f"{' and '.join(UNQUANTISED)} are), so it cannot be told that the MTP layer is plain; "
@@ -863,7 +995,7 @@ def name_unquantised(text, names):
         patterns = [name.removeprefix("re:") for name in listed if name.startswith("re:")]
         edited[key] = listed + [name for name in sorted(modules.difference(listed))
                                 if not any(re.match(pattern, name) for pattern in patterns)]
-    return text if edited == config else set_key(text, "quantization_config", edited)
+    return edited
 
 
 # ---- Plan and writing ----------------------------------------------------------------------------
@@ -871,7 +1003,7 @@ def name_unquantised(text, names):
 class Plan(NamedTuple):
     """What OUT will hold."""
     source: Source
-    config: str  # text of its config.json
+    config: str  # its config.json's text
     keep: dict  # {source file: {name in the source: name in OUT}}
     new: dict  # {name: tensor} of the draft's shard
     metadata: dict  # of that shard
@@ -879,7 +1011,8 @@ class Plan(NamedTuple):
     def intact(self, file):
         """Can OUT link this shard: are all its keys kept under their own names?"""
         entries = self.source.entries.items()
-        return self.keep[file] == {name: name for name, entry in entries if entry.file == file}
+        own = {name: name for name, entry in entries if entry.file == file}
+        return file not in self.source.unlisted and self.keep[file] == own
 
     def entries(self):
         """{name: Entry} of OUT."""
@@ -895,30 +1028,33 @@ class Plan(NamedTuple):
 
 def make_plan(draft, state, source, layout, draft_only=False):
     """The Plan for a draft: config.json and tensors. ValueError for what the layout cannot express."""
-    if source.family.dense:
-        config = dense_config(source, draft, layout)
-        names = dense_names(source, layout)
-    else:
-        config = source.family.write(source.checkpoint.text, source.entries)
-        names = {name: name for name in source.kept()}
-
-    fused = layout == source.config["model_type"] and fused_experts(source.entries, source.prefix)
+    fused = fused_experts(layout, source.entries, source.prefix)
     new = {name: tensor.to(source.dtype(name, tensor))
            for name, tensor in layer_tensors(state, layout, source.prefix, fused).items()}
-    if "quantization_config" in source.config:
-        config = name_unquantised(config, new)
+    if source.family.dense:
+        config = dense_config(source, draft, layout)
+        text = json.dumps(config, indent=2) + "\n"
+        names = dense_names(source, layout)
+    else:
+        wanted = source.family.write(source.config, source.entries)
+        if not wanted.get("tie_word_embeddings", True) and not draft_only:
+            new["lm_head.weight"] = source.checkpoint.read(source.embed)
+        if source.config.get("quantization_config"):
+            wanted["quantization_config"] = name_unquantised(source.config, new)
+        text = edited(source.checkpoint.text, wanted)
+        names = {name: name for name in source.kept()}
 
     keep = {}
     if not draft_only:
         for old, name in names.items():
             keep.setdefault(source.entries[old].file, {})[old] = name
         if source.family.dense:
-            new |= dense_additions(source, json.loads(config), set(names.values()))
+            new |= dense_additions(source, config, set(names.values()))
 
     metadata = {f"mtp_{key}": str(draft[key])
                 for key in ("engine", "recycle", "zero_first_embedding", "ttt_length")}
     metadata["mtp_draft_only"] = str(draft_only)
-    return Plan(source, config, keep, new, metadata)
+    return Plan(source, text, keep, new, metadata)
 
 
 def write(plan, folder):
@@ -979,7 +1115,7 @@ def check(checkpoint):
     problems += check_layer(checkpoint, entries)
     if metadata.get("mtp_draft_only") != "True":
         stack = expected_stack(config, entries)
-        if "quantization_config" in config:  # packed formats have names of their own
+        if config.get("quantization_config"):  # packed formats have names of their own
             stack = {name: shape for name, shape in stack.items() if name in entries}
         problems += wrong_shapes(stack, entries)
     return problems, metadata
@@ -995,7 +1131,7 @@ def check_index(checkpoint, entries):
 
     path = checkpoint.path / INDEX
     if path.exists():
-        said = json.loads(path.read_text()).get("metadata", {}).get("total_size")
+        said = (read_json(path).get("metadata") or {}).get("total_size")
         size = sum(entry.size for entry in entries.values())
         if size != said:
             problems.append(f"the index gives total_size {said}, the tensors have {size} bytes")
@@ -1003,11 +1139,10 @@ def check_index(checkpoint, entries):
 
 
 def check_config(checkpoint, entries):
-    """Does config.json say what its family's `write` makes it say?"""
-    wanted = flat(json.loads(family_of(checkpoint.config).write(checkpoint.text, entries)))
-    return [f"config.json has {key} {checkpoint.config.get(key)}, engines need {value}"
-            for key, value in wanted.items()
-            if key != "text_config" and checkpoint.config.get(key) != value]
+    """Does config.json say what engines need?"""
+    config = checkpoint.config
+    return [f"config.json has {key} {config.get(key)}, engines need {value}"
+            for key, value in family_of(config).write(config, entries).items() if config.get(key) != value]
 
 
 def check_layer(checkpoint, entries):
@@ -1025,16 +1160,15 @@ def check_layer(checkpoint, entries):
                  and not checkpoint.read(name).isfinite().all()]
 
     coded = [name for name in there if entries[name].dtype in CODES]
-    scales = [name.removesuffix(".weight") + suffix for name in coded for suffix in SCALES]
+    scales = [name.removesuffix(".weight") + suffix for name in coded for suffix in CODED]
     known = {*expected, *copies, *scales}
     N = config["num_hidden_layers"]
     problems += [f"{name} belongs to no MTP layer of this family: engines stumble over it or ignore it"
                  for name in entries if name not in known
                  and (layer_number(name) >= N or name.startswith(prefix))]
 
-    if "quantization_config" in config:
-        text = json.dumps(config)
-        if name_unquantised(text, expected.keys() - set(coded)) != text:
+    if config.get("quantization_config"):
+        if name_unquantised(config, expected.keys() - set(coded)) != config["quantization_config"]:
             problems.append("quantization_config does not name the plain modules of the MTP layer "
                             "as unquantised")
     return problems
@@ -1081,11 +1215,14 @@ def report(folder, name=None):
     verdict = f"{len(problems)} problems" if problems else "complete"
     print(f"{name or folder}: {verdict}, {layout}")
 
-    if "mtp_engine" in metadata:
+    if "mtp_engine" in metadata and not problems:
         engine, recycle = metadata["mtp_engine"], metadata["mtp_recycle"]
         zero = metadata["mtp_zero_first_embedding"] == "True"
         print(f"trained with --engine {engine} (K = {metadata['mtp_ttt_length']}, recycle {recycle}, "
               f"zero_first_embedding {zero}): {exactness(layout, engine, recycle, zero)}")
+        if checkpoint.config.get("quantization_config"):
+            print("SGLang would take the plain layer as quantised: start it with "
+                  "--speculative-draft-model-quantization unquant")
     return not problems
 
 
@@ -1097,9 +1234,8 @@ def open_source(args, draft):
     require(args.target or os.path.isdir(path),
             f"the draft's target {path} is not there; give --target DIR")
     source = Source(find_target(path))
-    found, expected = sha256(source.path / "config.json"), draft["target_config_sha256"]
-    require(found == expected, f"the draft was trained for another target: config.json of {source.path} "
-            f"has sha256 {found[:12]}.., the draft expects {expected[:12]}..; give --target DIR")
+    if not args.other_target:
+        require_same_target(identity(source.checkpoint), draft["target_identity"], args.draft)
     return source
 
 
@@ -1116,9 +1252,12 @@ def check_out(args, source):
     for path in (source.path.resolve(), Path(args.draft).resolve()):
         require(out not in (path, *path.parents),
                 f"--out {args.out} would overwrite {path}; give another folder")
-    free = not out.exists() or not any(out.iterdir())
-    require(free or args.force and (out / INDEX).exists(),
-            f"--out {args.out} is not empty; give another folder, or --force over a checkpoint")
+    if out.exists():
+        require(out.is_dir(), f"--out {args.out} is a file; give a folder")
+        shard = out / SHARD
+        ours = shard.exists() and "mtp_engine" in read_header(shard)[1]
+        require(not any(out.iterdir()) or args.force and ours, f"--out {args.out} is not empty; give another "
+                "folder, or --force over one that convert.py wrote")
     return out
 
 
@@ -1149,6 +1288,7 @@ def parse(arguments):
     add = parser.add_argument
     add("draft", nargs="?", help="draft directory that mtp.py trained")
     add("--target", help="the target's directory, if it is not where it was in training")
+    add("--other-target", action="store_true", help="not the target that the draft was trained for")
     add("--out", help="directory to write")
     add("--layout", choices=list(DENSE_LAYOUTS),
         help="how to write a dense target (default hy_v3; glm4_moe if it has biases)")

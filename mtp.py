@@ -1090,6 +1090,7 @@ def why_not_fa(device_type, dtype):
 
 import argparse
 import copy
+import gzip
 import hashlib
 import inspect
 import json
@@ -1102,6 +1103,7 @@ import sys
 import time
 import warnings
 from bisect import bisect_left, insort
+from contextlib import suppress
 from dataclasses import MISSING, asdict, astuple, field, fields, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -1142,12 +1144,13 @@ class Target:
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # it lists an MTP layer as unexpected; missing weights: below
 
-        self.path = convert.find_target(path)
+        self.path = convert.find_target(path, cfg.trust_remote_code)
         self.device = device
         self.stored = stored
         self.checkpoint = convert.Checkpoint(self.path)
         self.config = self.checkpoint.config
-        self.sha256 = convert.sha256(self.path / "config.json")
+        self.identity = convert.identity(self.checkpoint)
+        self.another = cfg.other_target  # may drafts and states be of another target?
 
         names = self.checkpoint.files
         sizes = {name: getattr(cfg, name, None) for name in convert.SIZES}  # only training has them
@@ -1155,24 +1158,42 @@ class Target:
         self.layout = convert.serving_layout(self.config, names)
 
         options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+        self.tokenizer = self.load(AutoTokenizer, **options)
         if stored:
             options["num_hidden_layers"] = 0
-        self.model, loading = AutoModelForCausalLM.from_pretrained(
-            self.path, dtype=cfg.dtype, device_map=cfg.target_device_map, use_safetensors=True,
-            output_loading_info=True, **options)
-        missing = sorted(loading["missing_keys"])[:5]
-        require(not missing, f"{self.path} lacks weights of the target: {', '.join(missing)}")
+        self.model, loading = self.load(
+            AutoModelForCausalLM, dtype=cfg.dtype, device_map=cfg.target_device_map,
+            use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options)
+        missing = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))[:5]
+        require(not missing, f"{self.path} lacks weights of the target, or they have other sizes than "
+                f"its config.json says: {', '.join(missing)}")
 
         self.model.eval().requires_grad_(False)
         if cfg.target_device_map is None:
             self.model.to(device)
         self.embed = self.model.get_input_embeddings().weight.detach().to(device)     # (V, C)
         self.lm_head = self.model.get_output_embeddings().weight.detach().to(device)  # (V, C)
+        for name, weight in {"embedding": self.embed, "lm_head": self.lm_head}.items():
+            usable = weight.is_floating_point() and weight.isfinite().all()
+            require(usable, f"the {name} of {self.path}, {weight.dtype}, is no matrix of finite floats")
 
         self.cache_name = "past_key_values"
         if "cache" in inspect.signature(self.model.base_model.forward).parameters:
             self.cache_name = "cache"  # since transformers 5.2x
+
+    def load(self, auto, **options):
+        """An object of one of transformers' Auto classes."""
+        try:
+            return auto.from_pretrained(self.path, **options)
+        except Exception as error:  # many kinds, also of packages that a quantisation needs
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"{auto.__name__} cannot load {self.path}: {reason}. A target that only an "
+                             "engine runs: --hidden-states with states that it stored") from None
+
+    def check_same(self, identity, what):
+        """Refuse what was made for another target, unless that is meant."""
+        if not self.another:
+            convert.require_same_target(self.identity, identity, what)
 
     @torch.no_grad()
     def states(self, samples, spans=None, budget=16384):
@@ -1291,60 +1312,142 @@ def build_demo_target(path, steps=800, batch_size=8, length=128):
 # From files to documents: a source yields (name, load), and load() returns the document's Sample or
 # raises a ValueError that says why it cannot be used.
 
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT's names
+
 def list_documents(path, target):
-    """Yield (name, load) of each document of a .txt, a .jsonl or a directory of stored states."""
+    """Yield (name, load) of each document of a file, or of a directory of stored states."""
     if os.path.isdir(path):
-        for file in sorted(Path(path).glob("*.safetensors")):
+        for file in stored_files(path):
             yield str(file), partial(open_stored, file, target)
         return
 
     require(not target.stored, f"{path} is no directory of stored hidden states (mtp.py capture)")
-    if str(path).endswith(".jsonl"):
-        for number, line in enumerate(open(path, encoding="utf-8", errors="replace"), 1):
-            yield f"{path}:{number}", partial(read_line, line, target.tokenizer)
-    else:
-        yield str(path), partial(read_text, path, target.tokenizer)
+    for name, row in read_rows(path):
+        yield name, partial(read_row, row, target.tokenizer)
 
-def read_text(path, tokenizer):
-    return encode_text(Path(path).read_text(encoding="utf-8", errors="replace"), tokenizer)
+def stored_files(folder):
+    """Files of stored hidden states: those of the folder's last capture, or all if it had none."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    manifest = Path(folder, MANIFEST)
+    if manifest.exists():
+        listed = json.loads(manifest.read_text())["files"]
+        others = {file.name for file in files}.difference(listed)
+        if others:
+            say(f"{folder}: {len(others)} files that its {MANIFEST} does not list are not read, "
+                f"such as {min(others)}")
+        files = [Path(folder, name) for name in listed]
+    return files
 
-def read_line(line, tokenizer):
-    """A line of .jsonl: {"text": ..} or {"messages": [{"role": .., "content": ..}]}."""
+def read_bytes(path):
+    """What a file holds, unpacked if it is gzip; a list of dicts if it is parquet."""
+    with open(path, "rb") as file:
+        content = file.read()
     try:
-        row = json.loads(line)
-        if "messages" not in row:
-            require(isinstance(row["text"], str), "its text is no string")
-            return encode_text(row["text"], tokenizer)
-        ids, mask = encode_messages(row["messages"], tokenizer)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"neither text nor messages: {type(error).__name__} {error}") from None
-    return Sample("", torch.tensor(ids), torch.tensor(mask).bool())
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+        if content.startswith(b"PAR1"):
+            from pyarrow import BufferReader, parquet
+            return parquet.read_table(BufferReader(content)).to_pylist()
+    except ImportError:
+        raise ValueError(f"{path} is parquet: pip install pyarrow, or give .jsonl") from None
+    except Exception as error:  # gzip and pyarrow raise many kinds
+        raise ValueError(f"{path} is damaged: {error}") from None
+    require(b"\0" not in content, f"{path} is no text in UTF-8: give text, JSON or parquet")
+    return content.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
+
+def read_rows(path, by_line=False):
+    """[(name, row)] of a file, told by its content: a row is a dict, or a line of JSON, bytes. Text
+    is a row {"text": all of it}, or by_line a row {"prompt": line} for each line."""
+    rows = read_bytes(path)
+    if isinstance(rows, bytes):
+        content = re.sub(rb'(?m)^{"answers_to": .*$', b"", rows)  # see generate_data
+        text = content.decode(errors="surrogateescape")  # what is not UTF-8 is refused as a row
+        rows = content.split(b"\n")  # of bytes: nothing else ends a line
+        as_json = ".json" in str(path).lower() or re.match(rb'\s*{\s*"', content)
+        with suppress(ValueError, RecursionError):
+            if content.lstrip().startswith(b"["):
+                rows = json.loads(content)
+                as_json = True
+        if not as_json and not by_line:
+            return [(str(path), {"text": text})]
+        if not as_json:
+            rows = [line.strip() and {"prompt": line} for line in text.split("\n")]
+    return [(f"{path}:{number}", row) for number, row in enumerate(rows, 1) if row]
+
+def as_dict(row):
+    return json.loads(row) if isinstance(row, bytes) else row
+
+def read_row(row, tokenizer):
+    """The Sample of {"text": ..}, {"messages": [{"role": .., "content": ..}]}, ShareGPT's
+    {"conversations": [{"from": .., "value": ..}]}, or the token ids that generate-data keeps."""
+    row = as_dict(row)
+    turns = row.get("messages", row.get("conversations"))
+    if row.get("input_ids"):
+        ids, mask = row["input_ids"], row["loss_mask"]
+    elif turns is not None:
+        ids, mask = encode_messages(as_messages(turns), tokenizer, row.get("tools"))
+    else:
+        require(isinstance(row.get("text"), str), "neither text nor messages")
+        return encode_text(row["text"], tokenizer)
+
+    ids = torch.tensor(ids)
+    mask = torch.tensor(mask).bool()
+    require(ids.dtype == torch.long and ids.shape == mask.shape == (len(ids),),
+            "input_ids and loss_mask are not two lists of integers of one length")
+    return Sample("", ids, mask)
 
 def encode_text(text, tokenizer):
+    text.encode()  # a lone surrogate is an error that says so
     ids = torch.tensor(tokenizer(text)["input_ids"])
     return Sample("", ids, torch.ones_like(ids).bool())
 
-def encode_messages(messages, tokenizer):
-    """(input_ids, loss_mask) of a chat, lists; the mask is of the assistant's tokens. The template
-    marks them, or else the chat is rendered up to each answer, without and with it."""
+def as_messages(turns):
+    """Messages as chat templates expect them: of ShareGPT's turns as well; without nulls; arguments
+    of tool calls, which OpenAI writes as JSON text, as dicts."""
+    messages = []
+    for turn in turns:
+        message = {key: value for key, value in turn.items() if value is not None}
+        if "from" in message:
+            role = message["from"]
+            message = {"role": ROLES.get(role, role), "content": message.get("value")}
+        for call in message.get("tool_calls", []):
+            message.setdefault("content", "")
+            function = call.get("function", call)
+            if isinstance(function["arguments"], str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+        require(message.get("role") and isinstance(message.get("content"), (str, list)),
+                f"message {len(messages)} lacks its role or content")
+        messages.append(message)
+
+    require(messages and messages[0]["role"] != "assistant",
+            "its messages are none, or begin with the assistant's")
+    json.dumps(messages, ensure_ascii=False).encode()  # as in encode_text
+    return messages
+
+@cache
+def say_once(text):
+    say(text)
+
+def encode_messages(messages, tokenizer, tools=None):
+    """(input_ids, loss_mask) of a chat, lists. Learnt is each turn of the assistant that the chat
+    renders as it was asked for and answered; templates may rewrite earlier ones."""
     require(tokenizer.chat_template,
             "--data has messages, the target's tokenizer no chat template: use text")
-    if re.search(r"{%-? generation", tokenizer.get_chat_template()):
-        out = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True)
-        return out["input_ids"], out["assistant_masks"]
-
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
     text = render(messages)
     answers = []  # (start, stop) in characters of the text
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             before = render(messages[:i], add_generation_prompt=True)
             after = render(messages[:i + 1])
-            require(text.startswith(after) and after.startswith(before),
-                    f"the chat template renders message {i} differently once others follow; "
-                    "it needs {% generation %} markers")
-            answers.append((len(before), len(after)))
+            if text.startswith(after) and after.startswith(before):
+                answers.append((len(before), len(after)))
+            else:
+                say_once("the chat template rewrites turns once others follow: learnt are only "
+                         "those that stay as they were answered")
+    require(answers, "no turn of the assistant, or its chat template renders it differently from "
+            "how it is asked for")
 
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     mask = []
@@ -1377,51 +1480,66 @@ def open_stored(path, target):
     stage = meta.get("stage")
     require(layers or stage in ("post_norm", "pre_norm"),
             f"its metadata has stage {stage!r}, neither post_norm nor pre_norm")
-    require(meta.get("target_config_sha256", target.sha256) == target.sha256,
-            "comes from another target")
+    if "target_identity" in meta:
+        target.check_same(json.loads(meta["target_identity"]), "it")
     require(finite, "hidden_states holds nan or inf")
-    return Sample("", ids, mask.bool(), path, document=meta.get("sample", ""))
+    return Sample("", ids, mask.bool(), path,
+                  document=meta.get("document", meta.get("sample", "")))
 
 # From documents to packed sequences.
 
 def cut(document, name, seq_len, shortest, vocab_size):
     """[Sample]: pieces of at most seq_len tokens, without those of less than `shortest`."""
+    require(len(document.input_ids) >= shortest, f"under {shortest} tokens")
+    known = document.document or sha256(document.input_ids.tolist())
     samples = []
     pieces = zip(document.input_ids.split(seq_len), document.loss_mask.split(seq_len))
     for i, (ids, mask) in enumerate(pieces):
         if len(ids) >= shortest and mask[2:].any():  # the first token to draft is the third
             require(0 <= ids.min() and ids.max() < vocab_size,
                     f"holds a token id outside the target's vocabulary of {vocab_size}")
-            samples.append(Sample(
-                name, ids, mask, document.file, i * seq_len, document.document or name))
-    require(samples, f"under {shortest} tokens, or none of them to learn")
+            samples.append(Sample(name, ids, mask, document.file, i * seq_len, known))
+    require(samples, f"no piece of {shortest} to {seq_len} tokens has one to learn")
     return samples
 
-def read_samples(paths, target, seq_len, shortest):
-    """[Sample] of all paths' documents. Documents that cannot be used are counted and named."""
-    samples = []
+def sha256(content):
+    """Of anything that repr writes out whole."""
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+def load_each(documents, use, paths):
+    """[x, ..] of use(load(), name), lists, of all (name, load). What cannot be used is counted and
+    named; ValueError if that is all."""
+    found = []
     skipped = []
-    documents = (document for path in paths for document in list_documents(path, target))
     for name, load in tqdm(documents, desc="reading", leave=False, delay=2):
         try:
-            samples += cut(load(), name, seq_len, shortest, target.draft_config.vocab_size)
+            found += use(load(), name)
         except OSError:
             raise  # a file that is not there
         except Exception as error:  # chat templates and broken files raise many kinds
-            skipped.append(f"{name} ({error})")
+            reason = error if isinstance(error, ValueError) else repr(error)
+            skipped.append(f"{name} ({reason})")
 
+    named = " ".join("; ".join(skipped[:3]).split())
     if skipped:
-        say(f"{len(skipped)} documents skipped: {'; '.join(skipped[:3])}")
-    require(samples, f"no usable document in {', '.join(map(str, paths[:3]))}: "
-            f"each needs {shortest} tokens, one of them to learn")
-    return samples
+        say(f"{len(skipped)} documents skipped: {named}")
+    require(found, f"no usable document in {', '.join(map(str, paths[:3]))}: {named or 'empty'}")
+    return found
+
+def read_samples(paths, target, seq_len, shortest):
+    """[Sample] of all paths' documents. Documents that cannot be used are counted and named."""
+    documents = (document for path in paths for document in list_documents(path, target))
+    use = partial(cut, seq_len=seq_len, shortest=shortest,
+                  vocab_size=target.draft_config.vocab_size)
+    return load_each(documents, use, paths)
 
 def hold_out(samples):
-    """(training, held-out) samples: every 20th document is held out, whole."""
-    documents = list(dict.fromkeys(sample.document for sample in samples))
+    """(training, held-out) samples: one document in 20 is held out, whole, wherever and in whatever
+    order they lie: those whose tokens have the least hashes."""
+    documents = sorted({sample.document for sample in samples})
     require(len(documents) > 1,
             "--data holds a single document, none can be held out; give --eval-data FILE")
-    held = set(documents[::20])
+    held = set(documents[:math.ceil(len(documents) / 20)])
     training = [sample for sample in samples if sample.document not in held]
     return training, [sample for sample in samples if sample.document in held]
 
@@ -1521,23 +1639,31 @@ def gather_states(sequences, start, stop, target):
 
 # Data that the target makes itself: stored hidden states, answers to prompts.
 
+MANIFEST = "manifest.json"  # {"files": [names]}: what the last capture into a directory is of
+
 def capture(cfg):
     """Store the target's hidden states of --data, a file per sample, for --hidden-states."""
     require(cfg.target and cfg.data and cfg.out,
             "--target DIR, --data FILE.. and --out DIR are all needed")
+    out = Path(cfg.out)
+    ours = re.compile(r"\.?(manifest\.json|[0-9a-f]{16}\.safetensors)(\.partial)?")
+    foreign = [path.name for path in out.glob("*") if not ours.fullmatch(path.name)]
+    require(not foreign, f"--out {out} holds {foreign[:1]}, which no capture wrote: give a new DIR")
     ranks = start_ranks(cfg.device)
     target = open_target(cfg, ranks)
     meta = dict(stage="post_norm", dtype=str(target.lm_head.dtype),
-                target_config_sha256=target.sha256)
+                target_identity=json.dumps(target.identity))
 
-    files = []  # (path, sample)
-    for number, sample in enumerate(read_samples(cfg.data, target, cfg.seq_len, shortest=3)):
-        # Named after its content: what an interrupted capture has written stays.
-        content = repr((sample.input_ids.tolist(), sample.loss_mask.tolist(), meta))
-        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-        files.append((Path(cfg.out, f"{number:06d}-{digest}.safetensors"), sample))
+    files = {}  # path: sample
+    for sample in read_samples(cfg.data, target, cfg.seq_len, shortest=3):
+        # Named after its content: what an earlier capture has written stays.
+        content = (sample.input_ids.tolist(), sample.loss_mask.tolist(), sample.document, meta)
+        files[out / f"{sha256(content)[:16]}.safetensors"] = sample
+    if ranks.rank == 0:
+        with convert.atomic(out / MANIFEST) as aside:
+            aside.write_text(json.dumps({"files": [path.name for path in files]}))
 
-    files = files[ranks.rank::ranks.dp]
+    files = list(files.items())[ranks.rank::ranks.dp]
     for i in tqdm(range(0, len(files), 16), disable=ranks.rank > 0):
         batch = files[i:i + 16]  # the same samples, whichever are already written: the same bits
         if all(path.exists() for path, _ in batch):
@@ -1552,23 +1678,10 @@ def capture(cfg):
 def write_states(path, sample, hidden_states, meta):
     tensors = dict(input_ids=sample.input_ids, loss_mask=sample.loss_mask,
                    hidden_states=hidden_states)
-    finite = hidden_states.isfinite().all().item()
+    meta = {**meta, "sample": sample.name, "document": sample.document,
+            "finite": str(hidden_states.isfinite().all().item())}
     with convert.atomic(path) as aside:
-        save_file(tensors, aside, {**meta, "sample": sample.name, "finite": str(finite)})
-
-def read_prompts(path):
-    """[text or list of messages], of a .txt (one a line) or a .jsonl of {prompt} or {messages}."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines would split at U+2028
-    prompts = [line for line in lines if line.strip()]
-    if not path.endswith(".jsonl"):
-        return prompts
-
-    for i, line in enumerate(prompts):
-        row = json.loads(line)
-        prompts[i] = row.get("messages") or row.get("prompt")
-        require(prompts[i] is not None,
-                f'{path}: prompt {i + 1} has neither "prompt" nor "messages"')
-    return prompts
+        save_file(tensors, aside, meta)
 
 def as_prompt(prompt, tokenizer, raw):
     """A text becomes a list of messages, unless it is to be continued as it is."""
@@ -1576,49 +1689,88 @@ def as_prompt(prompt, tokenizer, raw):
         return prompt
     return [{"role": "user", "content": prompt}]
 
-def encode_prompt(prompt, tokenizer):
+def encode_prompt(prompt, tokenizer, tools=None):
     """input_ids, a list, of a text or of messages to answer."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        prompt, tools=tools, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+def read_prompt(row, target, cfg):
+    """(row, ids): what is written with an answer, and the token ids that the target is asked. The
+    answer that a chat ends in is left out, and asked for anew."""
+    row = as_dict(row)
+    prompt = row.get("messages") or row.get("conversations") or row.get("prompt")
+    require(prompt, 'has neither "prompt" nor "messages"')
+    prompt = as_prompt(prompt, target.tokenizer, cfg.raw)
+    if isinstance(prompt, str):
+        prompt.encode()  # as in encode_text
+        written = {"text": prompt}
+    else:
+        prompt = as_messages(prompt)
+        while prompt[-1]["role"] == "assistant":
+            prompt.pop()
+        written = {"messages": prompt, "tools": row.get("tools") or None}
+
+    ids = encode_prompt(prompt, target.tokenizer, written.get("tools"))
+    room = target.draft_config.max_position_embeddings - cfg.max_new_tokens
+    require(1 <= len(ids) <= room,
+            f"has {len(ids)} tokens; --max-new-tokens {cfg.max_new_tokens} leaves 1 to {room}")
+    return written, ids
 
 def answer_prompts(target, prompts, max_new_tokens):
-    """The target's greedy answers, texts, to texts or lists of messages."""
-    tokenizer = target.tokenizer
-    ids = [encode_prompt(prompt, tokenizer) for prompt in prompts]
-    batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
-    answers = target.model.generate(
-        **batch.to(target.model.device), do_sample=False, max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id)[:, batch.input_ids.shape[1]:]
-    return tokenizer.batch_decode(answers, skip_special_tokens=True)
+    """The target's greedy answers to prompts, all lists of ids; with the end token if it came."""
+    from transformers import GenerationConfig
+    model = target.model
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    # Greedy, whatever penalties, beams or sampling generation_config.json asks for.
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+    target.tokenizer.pad_token_id = 0  # masked: any id of the vocabulary
+    batch = target.tokenizer.pad(
+        {"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
+    answers = model.generate(**batch, do_sample=False, max_new_tokens=max_new_tokens)
+    answers = answers[:, batch.input_ids.shape[1]:]
+    found = []
+    for answer in answers.tolist():
+        last = min([i for i, token in enumerate(answer) if token in ends], default=max_new_tokens)
+        found.append((answer[:last + 1], last))
+    return found
 
 def generate_data(cfg):
     """Write the target's own greedy answers to prompts: what a draft will meet in serving."""
     require(cfg.prompts and cfg.out, "--prompts FILE and --out FILE.jsonl are both needed")
-    prompts = read_prompts(cfg.prompts)
+    require(variable("WORLD_SIZE", 1) == 1, "generate-data is one process: start it by python")
+    rows = read_rows(cfg.prompts, by_line=True)
     target = open_target(cfg, start_ranks(cfg.device))
-    tokenizer = target.tokenizer
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    prompts = [as_prompt(prompt, tokenizer, cfg.raw) for prompt in prompts]
-
+    about = dict(prompts=convert.sha256(cfg.prompts), raw=cfg.raw, dtype=cfg.dtype,
+                 max_new_tokens=cfg.max_new_tokens, target_identity=target.identity)
+    header = json.dumps({"answers_to": about}).encode() + b"\n"
     out = Path(cfg.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.touch()
-    written = out.read_bytes()
-    os.truncate(out, written.rfind(b"\n") + 1)  # a line cut short is written again
-    done = written.count(b"\n")
+    written = out.read_bytes() if out.exists() else b""
+    require(written[:len(header)] == header[:len(written)], f"--out {out} does not begin as answers "
+            f"to these prompts of this target do, {header[:-1].decode()}: give another --out")
 
-    with open(out, "a") as file:
-        for i in tqdm(range(done, len(prompts), cfg.batch_size)):
+    prompts = load_each([(name, partial(read_prompt, row, target, cfg)) for name, row in rows],
+                        lambda found, name: [found], [cfg.prompts])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = written.count(b"\n")
+    with open(out, "ab") as file:
+        file.truncate(written.rfind(b"\n") + 1)  # a line cut short is written again
+        if not lines:
+            file.write(header)
+        for i in tqdm(range(max(0, lines - 1), len(prompts), cfg.batch_size)):
             batch = prompts[i:i + cfg.batch_size]
-            answers = answer_prompts(target, batch, cfg.max_new_tokens)
-            for prompt, answer in zip(batch, answers):
-                if isinstance(prompt, str):
-                    row = {"text": prompt + answer}
+            answers = answer_prompts(target, [ids for _, ids in batch], cfg.max_new_tokens)
+            for (row, ids), (answer, last) in zip(batch, answers):
+                text = target.tokenizer.decode(answer[:last])
+                if "text" in row:
+                    row["text"] += text
                 else:
-                    row = {"messages": [*prompt, {"role": "assistant", "content": answer}]}
-                file.write(json.dumps(row) + "\n")
+                    row["messages"].append({"role": "assistant", "content": text})
+                row["input_ids"] = ids + answer
+                row["loss_mask"] = [0] * len(ids) + [1] * len(answer)
+                file.write(json.dumps(row).encode() + b"\n")
             file.flush()
 
 # ---- Distributed ---------------------------------------------------------------------------------
@@ -1771,7 +1923,7 @@ def save_draft(path, model, meta, rank=0):
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     with convert.atomic(Path(path) / "model.safetensors") as fresh:
         save_file(tensors, fresh, metadata={"format": "pt"})
-    config = {**asdict(model.config), **meta, "format": 1}
+    config = {**asdict(model.config), **meta, "format": 2}
     with convert.atomic(Path(path) / "config.json") as fresh:
         fresh.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -1856,6 +2008,7 @@ class TargetOptions:
     device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"])
     target_device_map: str = flag(None, "transformers' device_map for large targets, e.g. auto")
     trust_remote_code: bool = flag(False, "let the target's repository run its own code")
+    other_target: bool = flag(False, "use a draft or states that were made for another target")
     kernels: str = flag(
         "auto", "compiled kernels; auto: if they are built", choices=["auto", "on", "off"])
 
@@ -1882,7 +2035,8 @@ class TrainConfig(BatchOptions):
     out: str = flag("runs/demo", "draft directory to write")
 
     init: str = flag(
-        "auto", "warm (the target's MTP layer), scratch, auto or a draft directory", group="draft")
+        "auto", "warm (the target's MTP layer), scratch, auto, a draft or a checkpoint with such a layer",
+        group="draft")
     n_routed_experts: int = flag(None, "E, for a dense target (default 8)", least=1)
     num_experts_per_tok: int = flag(None, "A, for a dense target (default 2)", least=1)
     moe_intermediate_size: int = flag(
@@ -1971,7 +2125,7 @@ def check_train_config(cfg):
 
     parse_loss(cfg.loss)
     known = cfg.init in ("auto", "warm", "scratch") or os.path.isdir(cfg.init)
-    require(known, f"--init {cfg.init} is neither auto, warm, scratch nor a draft directory")
+    require(known, f"--init {cfg.init} is neither auto, warm, scratch nor a directory")
     require(not cfg.sp or cfg.backend == "usp",
             f"--sp {cfg.sp} splits sequences: add --backend usp")
     check_out(cfg.out)
@@ -1993,7 +2147,7 @@ def check_out(out):
 # What a resumed run may change: how long and where it runs, what it writes, what only rounds otherwise.
 MAY_CHANGE = {"target", "out", "resume", "steps", "eval_every", "save_every", "eval_size", "backend", "sp",
               "micro_batch_size", "recompute", "device", "kernels", "target_device_map",
-              "trust_remote_code"}
+              "trust_remote_code", "other_target"}
 
 def check_settings(state, settings):
     """Refuse to go on with other settings than the run of a training state began with."""
@@ -2220,8 +2374,19 @@ def log(run, line):
 
 def make_draft(cfg, target, ranks):
     """The draft on its device, with the target's embedding and head; whether it is from scratch."""
-    prefix = convert.mtp_prefix(target.config, target.checkpoint.files)
-    require(prefix or cfg.init != "warm", f"{target.path} has no MTP layer; give --init scratch")
+    source = target.checkpoint
+    of_draft = convert.is_draft(cfg.init)
+    if os.path.isdir(cfg.init) and not of_draft:
+        source = convert.Checkpoint(cfg.init)
+        found = convert.draft_config(source.config, source.files)
+        odd = [name for name, value in asdict(target.draft_config).items() if found[name] != value]
+        require(not odd, f"--init {cfg.init} has another {', '.join(odd)} than {target.path}")
+    prefix = convert.mtp_prefix(source.config, source.files)
+    known = of_draft or cfg.init in ("auto", "scratch")
+    require(prefix or known, f"{source.path} has no MTP layer; give --init scratch")
+    lost = convert.unlisted_layer(target.checkpoint)
+    require(not lost or cfg.init != "auto", f"{target.path} has an MTP layer in {lost}, which its index "
+            "does not name: add it there, or give --init scratch")
     dtype = target.lm_head.dtype
     if dtype == torch.float16:
         dtype = torch.float32
@@ -2230,13 +2395,13 @@ def make_draft(cfg, target, ranks):
     init_weights(model, model.config.initializer_range, torch.Generator().manual_seed(cfg.seed))
 
     scratch = False
-    if os.path.isdir(cfg.init):
+    if of_draft:
         draft, meta = load_draft(cfg.init)
-        same = meta["target_config_sha256"] == target.sha256 and draft.config == model.config
-        require(same, f"--init {cfg.init} was trained for another target or has other sizes")
+        target.check_same(meta["target_identity"], f"--init {cfg.init}")
+        require(draft.config == model.config, f"--init {cfg.init} has other sizes than this draft")
         model.load_state_dict(draft.state_dict())
     elif prefix and cfg.init != "scratch":
-        convert.read_layer(target.checkpoint, prefix, model.state_dict())
+        convert.read_layer(source, prefix, model.state_dict())
     else:
         scratch = True
     model.to(ranks.device).set_target(target.embed.to(dtype), target.lm_head.to(dtype))
@@ -2250,7 +2415,7 @@ def train(cfg):
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(cfg, ranks, stored=bool(cfg.hidden_states))
-    settings = {**asdict(cfg), "target_config_sha256": target.sha256}
+    settings = {**asdict(cfg), "target_identity": target.identity}
     H = target.draft_config.num_attention_heads
     P = ranks.sp
     longest = target.draft_config.max_position_embeddings
@@ -2299,7 +2464,8 @@ def start_or_resume(run, optimizer, state, settings):
     progress = Progress()
     if state is not None:
         say(f"resuming from {state}")
-        check_settings(state, settings)
+        began = json.loads((state.parent.parent / "settings.json").read_text())
+        run.target.check_same(began["target_identity"], str(state))
         progress = load_state(state, run.model, optimizer)
 
     barrier(run.ranks)  # all have looked for states
@@ -2431,7 +2597,7 @@ def report(run, held, progress, label):
 
 def write_draft(path, run):
     meta = dict(**run.drafting, engine=run.cfg.engine, target=str(run.target.path.resolve()),
-                target_config_sha256=run.target.sha256)
+                target_identity=run.target.identity)
     save_draft(path, run.model, meta, run.ranks.rank)
 
 def peak_memory(device):
@@ -2563,8 +2729,7 @@ def open_draft(cfg, backend="sdpa", sp=None):
     model, meta = load_draft(cfg.draft)
     ranks = start_ranks(cfg.device, backend, sp)
     target = open_target(replace(cfg, target=cfg.target or meta["target"]), ranks)
-    require(target.sha256 == meta["target_config_sha256"],
-            f"{cfg.draft} was trained for another target")
+    target.check_same(meta["target_identity"], cfg.draft)
     model.to(target.device, target.lm_head.dtype).set_target(target.embed, target.lm_head)
 
     recycle = meta["recycle"]
