@@ -2149,16 +2149,12 @@ MAY_CHANGE = {"target", "out", "resume", "steps", "eval_every", "save_every", "e
               "micro_batch_size", "recompute", "device", "kernels", "target_device_map",
               "trust_remote_code", "other_target"}
 
-def settings_of(cfg):
-    """What OUT/settings.json notes: the options that a resumed run must share."""
-    return {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE}
-
 def check_settings(state, settings):
     """Refuse to go on with other settings than the run of a training state began with."""
     began = json.loads((state.parent.parent / "settings.json").read_text())
     for name, value in settings.items():
-        require(began.get(name) == value, f"{state} is of a run with {name} {began.get(name)}, not "
-                f"{value}: give what it began with, or another --out")
+        require(name in MAY_CHANGE or began.get(name) == value, f"{state} is of a run with {name} "
+                f"{began.get(name)}, not {value}: give what it began with, or another --out")
 
 def check_files(state):
     """Refuse a training state with a file that is not what was written."""
@@ -2185,7 +2181,7 @@ def state_to_resume(cfg):
             "give auto, never or OUT/checkpoints/step-N")
     require(not states or os.path.samefile(state.parent.parent, cfg.out),
             f"--out {cfg.out} holds states of another run than {state}: give another --out")
-    check_settings(state, settings_of(cfg))
+    check_settings(state, asdict(cfg))
     if variable("RANK") == 0:
         check_files(state)
     return state
@@ -2419,7 +2415,7 @@ def train(cfg):
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(cfg, ranks, stored=bool(cfg.hidden_states))
-    settings = {**settings_of(cfg), "target_identity": target.identity}
+    settings = {**asdict(cfg), "target_identity": target.identity}
     H = target.draft_config.num_attention_heads
     P = ranks.sp
     longest = target.draft_config.max_position_embeddings

@@ -3792,7 +3792,7 @@ def test_empty_texts_are_refused_in_every_command(command, name, tmp_path, capsy
     (["--target", "x", "--data", "a"], "--out runs/demo is the demo's; give --out DIR"),
     (["--data", "a.txt", ""], "argument --data: invalid nonempty value: ''"),
     (["--seq-len", "9", "--ttt-length", "8"], "--seq-len 9 has no row that counts: raise it"),
-    (["--init", "nowhere"], "--init nowhere is neither auto, warm, scratch nor a draft directory"),
+    (["--init", "nowhere"], "--init nowhere is neither auto, warm, scratch nor a directory"),
     (["--steps", "1.5"], "invalid int value: '1.5'"),
     (["--lr", "much"], "invalid float value: 'much'"),
 ])
