@@ -110,7 +110,11 @@ def put_in_place(fresh, path):
     """Sync a file or folder that was written aside, then rename it: `path` is the old or the whole new one.
     Of a folder the old one is removed first."""
     path = Path(path)
+    umask = os.umask(0)
+    os.umask(umask)
     for written in [*fresh.rglob("*"), fresh]:
+        if written.is_file() and written.stat().st_nlink == 1:  # a link is somebody else's, too
+            written.chmod(0o666 & ~umask)  # save_file leaves 0600
         fsync(written)
 
     if path.is_dir():
@@ -167,10 +171,7 @@ def read_header(path):
 
 def save_shard(path, tensors, metadata):
     apart = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    Path(path).touch()
-    mode = path.stat().st_mode  # the umask's; save_file would leave 0600
     save_file(apart, path, metadata={"format": "pt", **metadata})
-    path.chmod(mode)
 
 
 def edited(text, wanted):
