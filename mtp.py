@@ -1106,6 +1106,7 @@ from bisect import bisect_left, insort
 from contextlib import suppress
 from dataclasses import MISSING, asdict, astuple, field, fields, replace
 from functools import lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -1121,6 +1122,9 @@ try:
 
     import convert  # beside this file
     LOST = None
+    release = version("transformers")
+    if tuple(map(int, release.split(".")[:2])) < (5, 12):
+        LOST = f"transformers {release} is installed, 5.12 or newer is needed: pip install -U transformers"
 except ImportError as error:
     LOST = f"{error}; pip install transformers safetensors, and keep convert.py beside mtp.py"
 
@@ -1158,17 +1162,22 @@ class Target:
         self.layout = convert.serving_layout(self.config, names)
 
         options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
-        self.tokenizer = self.load(AutoTokenizer, **options)
+        self.tokenizer = self.attempt(AutoTokenizer.from_pretrained, self.path, **options)
         if stored:
             options["num_hidden_layers"] = 0
-        self.model, loading = self.load(
-            AutoModelForCausalLM, dtype=cfg.dtype, device_map=cfg.target_device_map,
-            use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options)
+        self.model, loading = self.attempt(
+            AutoModelForCausalLM.from_pretrained, self.path, dtype=cfg.dtype,
+            device_map=cfg.target_device_map, use_safetensors=True, ignore_mismatched_sizes=True,
+            output_loading_info=True, **options)
         missing = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))[:5]
         require(not missing, f"{self.path} lacks weights of the target, or they have other sizes than "
                 f"its config.json says: {', '.join(missing)}")
 
         self.model.eval().requires_grad_(False)
+        if self.config.get("quantization_config") and not stored:
+            # A first call: hooks of compressed-tensors decompress in it, and base_model has none.
+            ids = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+            self.attempt(self.model, ids)
         if cfg.target_device_map is None:
             self.model.to(device)
         self.embed = self.model.get_input_embeddings().weight.detach().to(device)     # (V, C)
@@ -1181,13 +1190,13 @@ class Target:
         if "cache" in inspect.signature(self.model.base_model.forward).parameters:
             self.cache_name = "cache"  # since transformers 5.2x
 
-    def load(self, auto, **options):
-        """An object of one of transformers' Auto classes."""
+    def attempt(self, function, *inputs, **options):
+        """What transformers' function gives; its errors, of many kinds, become a ValueError."""
         try:
-            return auto.from_pretrained(self.path, **options)
-        except Exception as error:  # many kinds, also of packages that a quantisation needs
+            return function(*inputs, **options)
+        except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"{auto.__name__} cannot load {self.path}: {reason}. A target that only an "
+            raise ValueError(f"transformers cannot run {self.path}: {reason}. A target that only an "
                              "engine runs: --hidden-states with states that it stored") from None
 
     def check_same(self, identity, what):
@@ -1336,6 +1345,9 @@ def stored_files(folder):
             say(f"{folder}: {len(others)} files that its {MANIFEST} does not list are not read, "
                 f"such as {min(others)}")
         files = [Path(folder, name) for name in listed]
+        lost = [file.name for file in files if not file.exists()]
+        require(not lost, f"{folder} lacks {len(lost)} files that its {MANIFEST} lists, such as "
+                f"{lost[:1]}: its capture was interrupted, run it again")
     return files
 
 def read_bytes(path):
@@ -2028,10 +2040,11 @@ class BatchOptions(TargetOptions):
 @command_options
 class TrainConfig(BatchOptions):
     data: list = flag(
-        None, ".txt or .jsonl ({text} or {messages}); default: the demo's", group="data")
+        None, "texts, or rows of {text} or {messages} (JSON lines or array, parquet, gzipped); "
+        "default: the demo's", group="data")
     hidden_states: list = flag(None, "instead: directories of stored hidden states, see capture")
     eval_data: list = flag(
-        None, "held-out files or directories; default: every 20th training document")
+        None, "held-out files or directories; default: one training document in 20")
     out: str = flag("runs/demo", "draft directory to write")
 
     init: str = flag(
@@ -2097,13 +2110,13 @@ class GenerateConfig(DraftOptions, AnswerOptions):
 @command_options
 class GenerateDataConfig(AnswerOptions):
     prompts: str = flag(
-        None, ".txt, a prompt a line, or .jsonl of {prompt} or {messages}", group="data")
+        None, "text, a prompt a line, or rows of {prompt} or {messages}", group="data")
     out: str = flag(None, ".jsonl to write")
     batch_size: int = flag(8, "prompts at a time", least=1)
 
 @command_options
 class CaptureConfig(TargetOptions):
-    data: list = flag(None, ".txt or .jsonl ({text} or {messages})", group="data")
+    data: list = flag(None, "texts, or rows of {text} or {messages}, as for train", group="data")
     out: str = flag(None, "directory to write")
     seq_len: int = flag(256, "tokens per file; longer documents are cut", least=3)
 

@@ -2440,6 +2440,9 @@ def test_a_capture_holds_what_its_data_holds_now(tiny, tmp_path, capsys):
     stored = mtp.read_samples([tmp_path / "states"], target, 48, 5)
     assert len(stored) == 39 and f"1 files that its manifest.json does not list are not read, such as " \
         f"{files[0].name}" in capsys.readouterr().out
+    files[7].rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"lacks 1 files .*{files[7].name}.*run it again"):
+        mtp.read_samples([tmp_path / "states"], target, 48, 5)
     data.write_text("".join([*reversed(lines[1:]), *lines[1:]]))
     parts = [mtp.hold_out(samples) for samples in (stored, mtp.read_samples([data], target, 48, 5))]
     for a, b in zip(*parts):
@@ -3692,6 +3695,14 @@ def test_a_config_is_made_once_and_of_its_types():
 def test_a_row_longer_than_the_target_knows_is_refused(tiny, tmp_path, capsys):
     assert mtp.main(flags(tiny, tmp_path / "run", seq_len=512)) == 2
     assert "exceeds the target's max_position_embeddings 256" in capsys.readouterr().err
+
+
+def test_an_old_transformers_is_named_at_start(tmp_path):
+    code = ("import importlib.metadata as m, sys; m.version = lambda name: '5.2.0'; import mtp; "
+            "sys.exit(mtp.main(['--steps', '1']))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "mtp.py: error: transformers 5.2.0 is installed, 5.12 or newer is needed" in done.stderr
 
 
 def test_another_target_than_the_drafts_own_is_refused(tiny, trained, tmp_path, capsys):
@@ -5635,7 +5646,7 @@ BAD_TARGETS = {
     "index-empty": (written(convert.INDEX, b"{}"), "index.json has no weight_map"),
     "index-elsewhere": (json_at(convert.INDEX, '{"weight_map": {"a.weight": "model-1.safetensors"}}'),
                         "both model.safetensors and model.safetensors.index.json", "Remove the old one"),
-    "tokenizer-empty": (written("tokenizer.json", b""), "AutoTokenizer cannot load target"),
+    "tokenizer-empty": (written("tokenizer.json", b""), "transformers cannot run target"),
     "quantised-elsewhere": (said(quantization_config={"quant_method": "awq", "bits": 4}), "--hidden-states"),
 }
 
