@@ -813,7 +813,7 @@ def read_layer(checkpoint, prefix, state):
 def is_draft(path):
     """Is it a directory that training wrote, and no checkpoint?"""
     config = Path(path) / "config.json"
-    return config.exists() and "ttt_length" in read_json(config)
+    return config.exists() and bool(read_json(config).keys() & {"ttt_length", "target_identity"})
 
 
 def read_draft(path):
@@ -970,7 +970,10 @@ def dense_additions(source, config, names):
 
 UNQUANTISED = {  # quant_method: keys of its list; the last if none is there
     "fp8": ("ignored_layers", "modules_to_not_convert"),
-    "compressed-tensors": ("ignore",)}
+    "compressed-tensors": ("ignore",),
+    "awq": ("modules_to_not_convert",),
+    "modelopt": ("ignore",),
+    "gptq": ()}  # has patterns in `dynamic` instead
 BUILT = {r"\bgate_proj$": "gate_up_proj", r"\bq_proj$": "qkv_proj", r"\.experts\..*": ".experts"}
 
 
@@ -990,6 +993,9 @@ def name_unquantised(config, names):
         modules.add(module)
 
     edited = dict(config)
+    if method == "gptq":
+        pattern = "-:" + re.escape(os.path.commonprefix(list(modules))) + ".*"
+        edited["dynamic"] = (config.get("dynamic") or {}) | {pattern: {}}
     keys = UNQUANTISED[method]
     for key in [key for key in keys if config.get(key)] or keys[-1:]:
         listed = config.get(key) or []

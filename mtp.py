@@ -1143,7 +1143,7 @@ class Target:
     """A frozen Hugging Face causal LM: gives hidden states, embedding and lm_head; verifies drafts.
     stored: hidden states come from files, see open_stored; its layers are not loaded."""
     def __init__(self, cfg, path, device, stored=False):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # it lists an MTP layer as unexpected; missing weights: below
@@ -1163,8 +1163,10 @@ class Target:
 
         options = dict(trust_remote_code=cfg.trust_remote_code, local_files_only=True)
         self.tokenizer = self.attempt(AutoTokenizer.from_pretrained, self.path, **options)
-        if stored:
-            options["num_hidden_layers"] = 0
+        if stored:  # without layers no quantisation matters
+            options["config"] = config = self.attempt(AutoConfig.from_pretrained, self.path, **options)
+            vars(config).pop("quantization_config", None)
+            config.get_text_config().num_hidden_layers = 0
         self.model, loading = self.attempt(
             AutoModelForCausalLM.from_pretrained, self.path, dtype=cfg.dtype,
             device_map=cfg.target_device_map, use_safetensors=True, ignore_mismatched_sizes=True,

@@ -1007,13 +1007,13 @@ def test_fa_memory_is_linear_in_the_sequence():
 
 SHAPES = [dict(vocab_size=5), dict(n_group=3, topk_group=2, num_key_value_heads=1, attention_bias=True),
           dict(vocab_size=5, use_qk_norm=False, norm_topk_prob=False, n_shared_experts=0,
-               partial_rotary_factor=1.0)]
+               partial_rotary_factor=1.0), dict(QWEN_DENSE, vocab_size=5), dict(QWEN_MOE, vocab_size=5)]
 OPTIONS = [dict(), dict(recycle="pre", zero_first_embedding=True, ttt_length=4, loss="ce:0.3+kl:1.4",
                         decay=0.5)]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "fa"])
-@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("case", range(5))
 def test_ttt_loss_equals_the_row_by_row_reference(case, backend):
     """Loss, every figure and every gradient."""
     model, options = toy_draft(**SHAPES[case]), OPTIONS[case % 2]
@@ -2337,7 +2337,7 @@ NO_TEXT = {  # content of a file, what the error says beside its name
 def test_a_file_that_is_no_text_is_refused(command, tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mtp, "open_target", lambda *args, **options: mock.MagicMock(
         stored=False, tokenizer=make_tokenizer(), draft_config=SimpleNamespace(vocab_size=62),
-        sha256="", lm_head=torch.zeros(1)))
+        identity={}, lm_head=torch.zeros(1)))
     given = "--prompts" if command == "generate-data" else "--data"
     for name, (content, says) in NO_TEXT.items():
         (tmp_path / name).write_bytes(content)
@@ -3779,12 +3779,12 @@ def test_numbers_have_bounds_in_every_command(command, f, tmp_path, capsys):
     assert getattr(mtp.parse([command, name, str(inside)])[1], f.name) == inside
 
 
-TEXTS = [(command, f.name) for command, (_, options) in mtp.COMMANDS.items()
+TEXT_FLAGS = [(command, f.name) for command, (_, options) in mtp.COMMANDS.items()
          for f in dataclasses.fields(options) if f.type in ("str", "list") and "choices" not in f.metadata
          and f.default is not dataclasses.MISSING]
 
 
-@pytest.mark.parametrize("command, name", TEXTS)
+@pytest.mark.parametrize("command, name", TEXT_FLAGS)
 def test_empty_texts_are_refused_in_every_command(command, name, tmp_path, capsys):
     name = "--" + name.replace("_", "-")
     assert_refused(tmp_path, capsys, [command, name, ""], f"argument {name}: invalid nonempty value: ''")
@@ -4124,6 +4124,25 @@ def test_a_qwen_target_is_trained_for_and_decoded_losslessly(family, tmp_path, c
         assert plain.answer == fast.answer == reference[0, len(prompt):].tolist()
         stood += fast.rounds
     assert 0 < sum(stood) < 3 * len(stood), "some drafts must stand and some fall"
+
+
+@pytest.mark.parametrize("family, dtype, near, loss_near", [
+    ("qwen3_5_text", torch.float64, 1e-9, 1e-10),
+    ("qwen3_5_moe_text", torch.float32, 1e-4, 1e-6)])  # transformers has no experts in float64
+def test_a_qwen_run_is_the_same_on_every_number_of_ranks(family, dtype, near, loss_near, tmp_path):
+    """Dense and MoE: rows split over 2 ranks, each row over 2 ranks, sharded weights either way; with
+    recompute. The busiest expert's share is logged, 0 of a dense layer."""
+    make_target(tmp_path / "target", family, mtp_layer=False, dtype=dtype)
+    tiny = tmp_path / "target", write_texts(tmp_path / "data.jsonl", 24)
+    for n, backend, recompute in [(0, "sdpa", False), (2, "fa", True), (2, "usp", False)]:
+        ranks(n, mtp.train, options(tiny, tmp_path / f"{n}-{backend}", backend=backend, recompute=recompute,
+                                    balance_rate=0.01))
+    for other in ("2-fa", "2-usp"):
+        assert_close_weights(tmp_path / "0-sdpa", tmp_path / other, near)
+        for a, b in zip(metrics(tmp_path / "0-sdpa"), metrics(tmp_path / other), strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=loss_near)
+            assert a["top_expert_share"] == b["top_expert_share"]
+            assert (a["top_expert_share"] == 0) == ("moe" not in family)
 
 
 @pytest.mark.parametrize("change, says", [
@@ -5497,11 +5516,11 @@ def test_quantised_target_gets_a_plain_layer_named_as_such(tmp_path, kind, famil
 def test_unknown_quantisation_is_refused(tmp_path, capsys):
     source = quantised_target(tmp_path / "target", "glm4_moe", "rows")
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = "awq"
+    config["quantization_config"]["quant_method"] = "exl2"
     (source / "config.json").write_text(json.dumps(config))
     draft_of(source, tmp_path / "draft")
     convert_cli(tmp_path / "draft", "--out", tmp_path / "out", expect=2)
-    assert "'awq' is not known" in capsys.readouterr().err
+    assert "'exl2' is not known" in capsys.readouterr().err
 
 
 # ---- convert.py: bailing_moe_v2 ----------------------------------------------------------------------------
@@ -5826,7 +5845,7 @@ def test_a_target_is_known_by_its_weights(tmp_path):
     assert "tensors" in differs("half", half)
 
 
-def test_drafts_of_another_target_only_where_it_is_meant(sound, tmp_path, capsys):
+def test_drafts_of_another_target_only_where_it_is_meant(sound, tmp_path, capsys, monkeypatch):
     """The same config.json, other weights: refused with the parts that differ, taken with --other-target."""
     shutil.copytree(sound, tmp_path / "here")
     make_target(tmp_path / "here/other", mtp_layer=False, seed=5)
@@ -5836,19 +5855,19 @@ def test_drafts_of_another_target_only_where_it_is_meant(sound, tmp_path, capsys
         program, *arguments = USES[use]
         arguments += [*more, "--target", "other"]
         assert_refused(tmp_path / "here", capsys, arguments, *says, program=program)
-        os.chdir(tmp_path / "here")
+        monkeypatch.chdir(tmp_path / "here")
         assert program.main([*arguments, "--other-target"]) == 0, capsys.readouterr().err
     arguments = [*TRAIN[:1], "other", *TRAIN[2:], "--init", "draft"]
     assert_refused(tmp_path / "here", capsys, arguments, *says)
 
 
-def test_a_lost_layer_starts_from_the_base_models(sound, tmp_path, capsys):
+def test_a_lost_layer_starts_from_the_base_models(sound, tmp_path, capsys, monkeypatch):
     """--init CHECKPOINT: the base's layer bit for bit, for a fine-tuned target without one; a family, sizes
     or a checkpoint without a layer that do not fit are refused."""
     shutil.copytree(sound, tmp_path / "here")
     make_target(tmp_path / "here/tuned", mtp_layer=False, seed=5)
     make_target(tmp_path / "here/hy", "hy_v3")
-    os.chdir(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
     config = tmp_path / "here/target/config.json"
     arguments = ["--target", "tuned", *TRAIN[2:], "--init", "target", "--lr", "1e-30"]
     assert mtp.main(arguments) == 0, capsys.readouterr().err
@@ -5859,6 +5878,57 @@ def test_a_lost_layer_starts_from_the_base_models(sound, tmp_path, capsys):
         assert_refused(tmp_path / "here", capsys, [*arguments[:-3], init, "--out", "new"], says)
     config.write_text(config.read_text().replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 1'))
     assert_refused(tmp_path / "here", capsys, [*arguments, "--out", "new"], "another num_experts_per_tok")
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "modelopt"])
+def test_a_target_of_other_codes_is_trained_for_from_stored_states(
+        method, sound, tmp_path, capsys, monkeypatch):
+    """The states come from its engine; the layer is written plain and named so. From its codes: refused."""
+    shutil.copytree(sound, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    assert mtp.main([*"capture --target target --data data.jsonl --out states --seq-len 48".split()]) == 0
+    said(quantization_config=METHODS[method])(tmp_path / "here/target")
+    arguments = ["--target", "target", "--hidden-states", "states", "--other-target", "--steps", "1",
+                 "--seq-len", "48", "--out", "run", "--init", "scratch"]
+    assert mtp.main(arguments) == 0, capsys.readouterr().err
+    convert_cli("run", "--out", "out")
+    config = json.loads(Path("out/config.json").read_text())["quantization_config"]
+    assert config != METHODS[method] and "model.layers.2" in json.dumps(config).replace("\\", "")
+    assert convert.main(["--check", "out"]) == 0
+    state = load_file("target/model.safetensors")
+    state[LAYER + "eh_proj.qweight"] = state.pop(LAYER + "eh_proj.weight").to(torch.int32)
+    save_file(state, "target/model.safetensors", metadata={"format": "pt"})
+    warm_start = [*arguments[:-4], "--out", "new", "--init", "warm"]
+    assert_refused(tmp_path / "here", capsys, warm_start, "eh_proj.weight", "--init scratch")
+
+
+def test_tensors_that_an_index_does_not_name_are_left_out(sound, tmp_path):
+    """transformers does not load them; OUT has what was trained for, under an index of all its tensors."""
+    shutil.copytree(sound / "target", tmp_path / "target")
+    state = load_file(tmp_path / "target/model.safetensors")
+    (tmp_path / "target/model.safetensors").unlink()
+    extra = state | {"old.weight": torch.ones(3)}
+    save_file(extra, tmp_path / "target/model-1.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, "model-1.safetensors")}
+    (tmp_path / "target" / convert.INDEX).write_text(json.dumps(index))
+    out = exported_warm(tmp_path / "target", tmp_path)
+    same_tensors(tensors(out), state)
+    assert convert.main(["--check", str(out)]) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_a_qwen_target_is_trained_for_from_stored_states(family, tmp_path):
+    """Its layers are not loaded, nested as they may be; the loss is that of training from text."""
+    make_target(tmp_path / "target", family)
+    tiny = tmp_path / "target", write_texts(tmp_path / "data.jsonl", 24)
+    capture(tiny, tmp_path / "states")
+    mtp.train(options(tiny, tmp_path / "text", steps=2))
+    mtp.train(options(tiny, tmp_path / "stored", steps=2, data=None,
+                      hidden_states=[str(tmp_path / "states")]))
+    for a, b in zip(metrics(tmp_path / "text"), metrics(tmp_path / "stored"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    target = mtp.Target(mtp.TrainConfig(), tmp_path / "target", torch.device("cpu"), stored=True)
+    assert len(target.model.base_model.layers) == 0
 
 
 def test_an_unlisted_layer_is_not_passed_over(sound, tmp_path, capsys):
@@ -6185,6 +6255,48 @@ def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for name, skipped in json.loads(done.stdout.splitlines()[-1]).items():
         assert skipped == [name.startswith("2.")] * 2, name
+
+
+METHODS = {
+    "awq": dict(quant_method="awq", bits=4, group_size=128, zero_point=True,
+                modules_to_not_convert=["lm_head"]),
+    "modelopt": dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"]),
+    "gptq": dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True, lm_head=False)}
+EXCLUDED = """
+import json, sys
+from types import SimpleNamespace
+from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+job = json.load(open(sys.argv[1]))
+config, names = job["config"], job["names"]
+if config["quant_method"] == "awq":
+    found = [is_layer_skipped(name, config["modules_to_not_convert"], {}) for name in names]
+elif config["quant_method"] == "modelopt":
+    read = ModelOptFp8Config.from_config(config)
+    found = [read.is_layer_excluded(name) for name in names]
+else:
+    dynamic = SimpleNamespace(dynamic=config["dynamic"])
+    found = [get_dynamic_override(dynamic, name) is False for name in names]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.serve
+@pytest.mark.parametrize("method", METHODS)
+def test_vllm_reads_the_plain_layer_as_excluded(method, tmp_path):
+    """In the method's own key; the modules as vLLM builds them, those of a main layer beside them."""
+    layer = convert.layer_shapes(convert.draft_config(GLM))
+    state = {name: torch.empty(shape, device="meta") for name, shape in layer.items()}
+    names = convert.layer_tensors(state, "glm4_moe", "model.layers.2.")
+    config = convert.name_unquantised({"quantization_config": METHODS[method]}, names)
+    built = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts", "mlp.shared_experts.gate_up_proj"]
+    asked = [f"model.layers.{i}.{name}" for i in (1, 2) for name in built]
+    (tmp_path / "job.json").write_text(json.dumps({"config": config, "names": asked}))
+    done = subprocess.run([os.environ["MTP_VLLM_PYTHON"], "-c", EXCLUDED, tmp_path / "job.json"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [False] * 4 + [True] * 4
 
 
 @pytest.mark.serve
