@@ -329,7 +329,7 @@ def density(source):
 
 
 AT_MOST = dict(per_line=7.5, wide=8, tuples=2.5, ifexp=3.5, longest=60, arguments=14)
-BUDGETS = {"mtp.py": {**AT_MOST, "expressions": 12500}, "convert.py": {**AT_MOST, "expressions": 4800},
+BUDGETS = {"mtp.py": {**AT_MOST, "expressions": 14000}, "convert.py": {**AT_MOST, "expressions": 6000},
            "above the cut": {**AT_MOST, "expressions": 5300, "per_line": 7.8}}
 
 
