@@ -1182,6 +1182,8 @@ class Target:
             self.attempt(self.model, ids)
         if cfg.target_device_map is None:
             self.model.to(device)
+        ends = self.model.generation_config.eos_token_id  # one, several or None
+        self.ends = ends if isinstance(ends, list) else [ends]
         self.embed = self.model.get_input_embeddings().weight.detach().to(device)     # (V, C)
         self.lm_head = self.model.get_output_embeddings().weight.detach().to(device)  # (V, C)
         for name, weight in {"embedding": self.embed, "lm_head": self.lm_head}.items():
@@ -1334,7 +1336,7 @@ def list_documents(path, target):
 
     require(not target.stored, f"{path} is no directory of stored hidden states (mtp.py capture)")
     for name, row in read_rows(path):
-        yield name, partial(read_row, row, target.tokenizer)
+        yield name, partial(read_row, row, target.tokenizer, target.ends)
 
 def stored_files(folder):
     """Files of stored hidden states: those of the folder's last capture, or all if it had none."""
@@ -1391,7 +1393,7 @@ def read_rows(path, by_line=False):
 def as_dict(row):
     return json.loads(row) if isinstance(row, bytes) else row
 
-def read_row(row, tokenizer):
+def read_row(row, tokenizer, ends):
     """The Sample of {"text": ..}, {"messages": [{"role": .., "content": ..}]}, ShareGPT's
     {"conversations": [{"from": .., "value": ..}]}, or the token ids that generate-data keeps."""
     row = as_dict(row)
@@ -1399,7 +1401,7 @@ def read_row(row, tokenizer):
     if row.get("input_ids"):
         ids, mask = row["input_ids"], row["loss_mask"]
     elif turns is not None:
-        ids, mask = encode_messages(as_messages(turns), tokenizer, row.get("tools"))
+        ids, mask = encode_messages(as_messages(turns), tokenizer, row.get("tools"), ends)
     else:
         require(isinstance(row.get("text"), str), "neither text nor messages")
         return encode_text(row["text"], tokenizer)
@@ -1442,9 +1444,10 @@ def as_messages(turns):
 def say_once(text):
     say(text)
 
-def encode_messages(messages, tokenizer, tools=None):
+def encode_messages(messages, tokenizer, tools=None, ends=()):
     """(input_ids, loss_mask) of a chat, lists. Learnt is each turn of the assistant that the chat
-    renders as it was asked for and answered; templates may rewrite earlier ones."""
+    renders as it was asked for and answered (templates may rewrite earlier ones), and the token after
+    it if that is one of `ends`, by which the target ends an answer: of GLM, that of the next role."""
     require(tokenizer.chat_template,
             "--data has messages, the target's tokenizer no chat template: use text")
     tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -1465,8 +1468,12 @@ def encode_messages(messages, tokenizer, tools=None):
 
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     mask = []
-    for start, stop in out["offset_mapping"]:
-        mask.append(any(start < last and stop > first for first, last in answers))
+    before = None
+    for token, (start, stop) in zip(out["input_ids"], out["offset_mapping"]):
+        inside = any(start < last and stop > first for first, last in answers)
+        ends_it = token in ends and before not in ends and mask[-1:] == [True]
+        mask.append(inside or ends_it)
+        before = token
     return out["input_ids"], mask
 
 def open_stored(path, target):
@@ -1736,8 +1743,7 @@ def answer_prompts(target, prompts, max_new_tokens):
     """The target's greedy answers to prompts, all lists of ids; with the end token if it came."""
     from transformers import GenerationConfig
     model = target.model
-    end = model.generation_config.eos_token_id  # one, several or None
-    ends = end if isinstance(end, list) else [end]
+    end = model.generation_config.eos_token_id
     # Greedy, whatever penalties, beams or sampling generation_config.json asks for.
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=0)
     target.tokenizer.pad_token_id = 0  # masked: any id of the vocabulary
@@ -1747,7 +1753,8 @@ def answer_prompts(target, prompts, max_new_tokens):
     answers = answers[:, batch.input_ids.shape[1]:]
     found = []
     for answer in answers.tolist():
-        last = min([i for i, token in enumerate(answer) if token in ends], default=max_new_tokens)
+        found_ends = [i for i, token in enumerate(answer) if token in target.ends]
+        last = min(found_ends, default=max_new_tokens)
         found.append((answer[:last + 1], last))
     return found
 
@@ -2780,11 +2787,8 @@ def generate_command(cfg):
     require(1 <= len(ids) <= room,
             f"--prompt has {len(ids)} tokens; --max-new-tokens leaves 1 to {room}")
 
-    eos = target.model.generation_config.eos_token_id
-    if not isinstance(eos, list):
-        eos = [eos]
-    plain = decode(target, ids, length, eos=eos)
-    fast = decode(target, ids, length, Drafter(model, **options), K, eos)
+    plain = decode(target, ids, length, eos=target.ends)
+    fast = decode(target, ids, length, Drafter(model, **options), K, target.ends)
 
     rounds = max(1, len(fast.rounds))
     stood = [sum(n > k for n in fast.rounds) / rounds for k in range(K)]

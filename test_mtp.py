@@ -2086,6 +2086,17 @@ def test_loss_is_on_assistant_tokens_only(marked):
     assert learnt == ["w3", "w4", "w5", "<|end|>", "w7", "<|end|>"]
 
 
+def test_the_next_role_is_learnt_where_it_ends_an_answer():
+    """As GLM has it: no end in the template, the end token of an answer is the role that speaks next."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} {% endfor %}"
+                               "{% if add_generation_prompt %}<|assistant|> {% endif %}")
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    for ends, expected in (((), ["w3", "w4", "w5", "w7"]), ([0, user], ["w3", "w4", "w5", "<|user|>", "w7"])):
+        ids, mask = mtp.encode_messages(MESSAGES, tokenizer, ends=ends)
+        assert [t for t, m in zip(tokenizer.convert_ids_to_tokens(ids), mask) if m] == expected
+
+
 def test_a_template_that_asks_otherwise_than_it_renders_is_refused():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ("{% for m in messages %}{% if loop.last %}<|user|> {% endif %}"
@@ -2096,7 +2107,7 @@ def test_a_template_that_asks_otherwise_than_it_renders_is_refused():
 
 def test_documents_are_read_cut_and_named(tmp_path, capsys):
     target = SimpleNamespace(tokenizer=make_tokenizer(), draft_config=SimpleNamespace(vocab_size=62),
-                             stored=False)
+                             stored=False, ends=[0])
     path, text = tmp_path / "a.jsonl", tmp_path / "b.txt"
     rows = [{"text": "w1 " * 25}, {"text": "w1"}, {"nothing": 1}, {"messages": MESSAGES}, {"text": 3}]
     path.write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n")
@@ -2173,7 +2184,8 @@ def call(arguments):
 def data_target(chat=PLAIN):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = chat
-    return SimpleNamespace(tokenizer=tokenizer, draft_config=SimpleNamespace(vocab_size=62), stored=False)
+    return SimpleNamespace(tokenizer=tokenizer, draft_config=SimpleNamespace(vocab_size=62), stored=False,
+                           ends=[0])
 
 
 def read_data(path, chat=PLAIN, seq_len=48):
