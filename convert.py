@@ -890,7 +890,8 @@ class Source:
     def kept(self):
         """Names of the tensors that OUT has too: the main model's and layer N's optional copies."""
         return [name for name in self.entries
-                if not self.of_draft(name) or name.removeprefix(self.prefix) in OPTIONAL]
+                if not self.of_draft(name) or (name.removeprefix(self.prefix) in OPTIONAL
+                                               and self.entries[name].dtype in DTYPES)]
 
     def of_draft(self, name):
         return name.startswith(self.prefix) or layer_number(name) >= self.N
@@ -1104,6 +1105,9 @@ def check(checkpoint):
     config = checkpoint.config
     if not mtp_prefix(config, checkpoint.files):
         return [f"there is no MTP layer, {layer_prefix(config)}*"], {}
+    if family_of(config).dense:
+        return [f"no engine has an MTP layer for model_type {config['model_type']}, but there is "
+                f"{layer_prefix(config)}*"], {}
 
     problems = []
     entries, metadata = {}, {}

@@ -2325,6 +2325,21 @@ def test_a_file_is_read_by_its_content(name, tmp_path):
     assert [shown(sample)[0].replace("[UNK] ", "") for sample in samples] == [row["text"] for row in TEXTS]
 
 
+def test_rows_of_parquet_are_read(tmp_path):
+    """Where pyarrow is installed; plain and gzipped."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+    parquet.write_table(pyarrow.Table.from_pylist(TEXTS), tmp_path / "a.parquet")
+    (tmp_path / "b").write_bytes(gzip.compress((tmp_path / "a.parquet").read_bytes()))
+    for name in ("a.parquet", "b"):
+        samples = read_data(tmp_path / name)
+        assert [shown(sample)[0] for sample in samples] == [row["text"] for row in TEXTS]
+    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3 w4 w5"}]
+    chats = [{"messages": turns}]
+    parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "chats.parquet")
+    assert len(read_data(tmp_path / "chats.parquet")) == 1
+
+
 @pytest.mark.parametrize("content", [
     "[1] w2 w3 w4 w5", "{% if w1 %} w2 w3 w4", "w1 w2 w3\nw4 w5 w6", "\ufeffw1 w2 w3 w4 w5"])
 def test_a_text_is_one_document(content, tmp_path):
@@ -5772,6 +5787,9 @@ BAD_OUTS = {  # what --check says of a broken OUT, one line each, exit 1; or why
     "quantised-null": (said(quantization_config=None), 0, "complete"),
     "heads": (said(num_attention_heads="4"), 2, "num_attention_heads"),
     "layers": (said(num_nextn_predict_layers=0), 1, "num_nextn_predict_layers 0, engines need 1"),
+    "no-such-layer": (said(model_type="qwen3"), 1, "no engine has an MTP layer for model_type qwen3"),
+    "coded-head": (lambda out: save_file({LAYER + "shared_head.head.weight_scale_inv": torch.ones(1, 1)},
+                                         out / "a.safetensors"), 1, "shared_head.head.weight_scale_inv"),
     "tied": (said(tie_word_embeddings=True), 1, "tie_word_embeddings True, engines need False"),
 }
 
@@ -5953,6 +5971,31 @@ def test_an_unlisted_layer_is_not_passed_over(sound, tmp_path, capsys):
     index = {"metadata": {}, "weight_map": dict.fromkeys(state, "model-1.safetensors")}
     (tmp_path / "here/target" / convert.INDEX).write_text(json.dumps(index))
     assert_refused(tmp_path / "here", capsys, TRAIN, "mtp.safetensors", "--init scratch")
+
+
+def test_a_head_of_codes_is_not_copied(tmp_path):
+    """Engines use the main one; without its scale it would be noise."""
+    source = quantised_target(tmp_path / "target", "glm4_moe", "blocks")
+    state = load_file(source / "model.safetensors")
+    head = LAYER + "shared_head.head.weight"
+    state[head] = torch.ones(96, 64).to(torch.float8_e4m3fn)
+    state[head + "_scale_inv"] = torch.ones(3, 2)
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    draft_of(source, tmp_path / "draft")
+    convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
+    assert not [name for name in tensors(tmp_path / "out") if "shared_head.head" in name]
+
+
+def test_what_is_fetched_from_the_hub(tmp_path):
+    """Tokenizers in any form; code only where it is wanted."""
+    for with_code in (False, True):
+        with mock.patch("huggingface_hub.snapshot_download", return_value=str(tmp_path)) as fetched:
+            assert convert.find_target("some/model", with_code) == tmp_path
+        patterns = fetched.call_args.kwargs["allow_patterns"]
+        for name in ("merges.txt", "tokenizer.model", "chat_template.jinja", "config.json", "m.safetensors"):
+            assert any(Path(name).match(pattern) for pattern in patterns), name
+        assert any(Path("modeling.py").match(pattern) for pattern in patterns) is with_code
+        assert not any(Path("pytorch_model.bin").match(pattern) for pattern in patterns)
 
 
 @pytest.mark.parametrize("changes, says", [
