@@ -213,7 +213,7 @@ SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")  # 
 
 def check_values(config):
     """ValueError for a value of one of mtp.MTPConfig's fields that has another type or cannot be."""
-    for key in config.keys() & {*REQUIRED, *USUAL} - {"rope_scaling"}:
+    for key in sorted(config.keys() & {*REQUIRED, *USUAL} - {"rope_scaling"}):
         value, kind = config[key], type(USUAL.get(key, 1))
         fits = isinstance(value, (int, float) if kind is float else kind)
         if isinstance(value, bool) and kind is not bool:
@@ -284,7 +284,7 @@ def qwen3_5(config, names):
     kind = config["model_type"]
     odd = {"attention_bias": False, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": [],
            "decoder_sparse_step": 1, "mtp_num_hidden_layers": 1}
-    found = {key: config[key] for key in odd if config.get(key, odd[key]) != odd[key]}
+    found = {key: config[key] for key in odd if (config.get(key) or odd[key]) != odd[key]}
     require(not found, f"the {kind} target has {found}, which this draft layer cannot express")
 
     layer = {"zero_centered_norm": True, "use_qk_norm": True, "n_shared_experts": 0,
