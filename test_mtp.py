@@ -1224,6 +1224,7 @@ def plain_gradient(model, call):
 OTHER_LOOPS = [{}, dict(hidden_size=32, moe_intermediate_size=16), QWEN_DENSE, QWEN_MOE]
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("layer", range(len(OTHER_LOOPS)))
 def test_the_loss_runs_under_autocast(layer, kernels, monkeypatch):
