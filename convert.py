@@ -224,6 +224,12 @@ def check_values(config):
         require(sound, f"{key} is {value!r}, expected {least}")
 
 
+def refuse_others(config, usual):
+    """ValueError for a key of `usual` that config has with another value."""
+    odd = {key: config[key] for key in usual if config.get(key, usual[key]) != usual[key]}
+    require(not odd, f"the {config['model_type']} target has {odd}, which this draft layer cannot express")
+
+
 def glm4_moe(config, names):
     """GLM-4.5 to 4.7."""
     return {"use_qk_norm": False, "partial_rotary_factor": 0.5, **config}
@@ -240,10 +246,9 @@ def hy_v3(config, names):
 
 def bailing_moe_v2(config, names):
     """Ling 2.0."""
-    usual = {"use_bias": False, "score_function": "sigmoid",
-             "moe_shared_expert_intermediate_size": config.get("moe_intermediate_size")}
-    odd = {key: config[key] for key in usual if config.get(key, usual[key]) != usual[key]}
-    require(not odd, f"the bailing_moe_v2 target has {odd}, which this draft layer cannot express")
+    width = config.get("moe_intermediate_size")
+    refuse_others(config, {"use_bias": False, "score_function": "sigmoid",
+                           "moe_shared_expert_intermediate_size": width})
     rotary = config.get("rotary_dim")
     if rotary is not None:
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -282,10 +287,9 @@ def dense(config, names):
 def qwen3_5(config, names):
     """Qwen3.5, 3.6, 3.8 and Qwen3-Next, dense and MoE."""
     kind = config["model_type"]
-    odd = {"attention_bias": False, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": [],
-           "decoder_sparse_step": 1, "mtp_num_hidden_layers": 1}
-    found = {key: config[key] for key in odd if (config.get(key) or odd[key]) != odd[key]}
-    require(not found, f"the {kind} target has {found}, which this draft layer cannot express")
+    set_keys = {key: value for key, value in config.items() if value}  # 0 MTP layers: they were lost
+    refuse_others(set_keys, {"attention_bias": False, "mtp_use_dedicated_embeddings": False,
+                             "mlp_only_layers": [], "decoder_sparse_step": 1, "mtp_num_hidden_layers": 1})
 
     layer = {"zero_centered_norm": True, "use_qk_norm": True, "n_shared_experts": 0,
              "routed_scaling_factor": 1.0}
@@ -428,8 +432,7 @@ def draft_config(config, names=None, sizes=None):
     require(act == "silu" and not bias,
             f"experts must be silu without bias, not {act!r}, bias {bias!r}")
 
-    odd = {key: config[key] for key in UNREAD if config.get(key, UNREAD[key]) != UNREAD[key]}
-    require(not odd, f"the target has {odd}, which this draft layer cannot express")
+    refuse_others(config, UNREAD)
     check_values(config)
     said = family.read(config | sizes, names)
     found = USUAL | {key: said[key] for key in (*REQUIRED, *USUAL) if key in said} | read_rope(said)
@@ -653,6 +656,11 @@ def embed_name(config, names):
     return family_of(config).embed.replace("model.", main_stem(names), 1)
 
 
+def of_mtp_layer(name, config):
+    """Is it a tensor of an MTP layer, the first or a further one?"""
+    return name.startswith(layer_prefix(config)) or layer_number(name) >= config["num_hidden_layers"]
+
+
 def layer_number(name):
     """i of model.layers.i.*, or -1."""
     found = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)
@@ -710,7 +718,6 @@ def dequantised(name, codes, parts, config):
     groups = (config.get("config_groups") or {}).values()
     said = [group["weights"].get("block_structure") for group in groups if group.get("weights")]
     block = config.get("weight_block_size") or (said[0] if said else None)
-    value = codes.float()
     if scale.dim() < 2:  # one scale, or one for each row
         scale = scale.reshape(-1, 1)
     high, wide = block or (rows // len(scale), columns // scale.shape[1])
@@ -724,6 +731,7 @@ def dequantised(name, codes, parts, config):
         x = x.float().reshape(fitting)
         return x.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
 
+    value = codes.float()
     if ".weight_zero_point" in parts:
         value = value - of_weights(parts[".weight_zero_point"])
     return value * of_weights(scale)
@@ -840,9 +848,9 @@ def read_draft(path):
 
     read_header(path / SINGLE)
     state = load_file(path / SINGLE)
-    unfit = [name for name, x in state.items() if not (x.is_floating_point() and x.isfinite().all())]
-    require(not unfit, f"{path / SINGLE}: {unfit[:1]} is {[state[name].dtype for name in unfit[:1]]} or "
-            "holds nan or inf, expected finite floats")
+    for name, x in state.items():
+        sound = x.is_floating_point() and x.isfinite().all()
+        require(sound, f"{path / SINGLE}: {name} is {x.dtype} or holds nan or inf, expected finite floats")
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     expected = layer_shapes(meta)
     wrong = {name for name, _ in shapes.items() ^ expected.items()}
@@ -890,11 +898,8 @@ class Source:
     def kept(self):
         """Names of the tensors that OUT has too: the main model's and layer N's optional copies."""
         return [name for name in self.entries
-                if not self.of_draft(name) or (name.removeprefix(self.prefix) in OPTIONAL
-                                               and self.entries[name].dtype in DTYPES)]
-
-    def of_draft(self, name):
-        return name.startswith(self.prefix) or layer_number(name) >= self.N
+                if not of_mtp_layer(name, self.config)
+                or (name.removeprefix(self.prefix) in OPTIONAL and self.entries[name].dtype in DTYPES)]
 
 
 # ---- Dense targets as MoE models -----------------------------------------------------------------
@@ -942,12 +947,12 @@ def dense_names(source, layout):
     found = {name: name.replace(mlp, shared) for name in source.kept()
              if not name.endswith("rotary_emb.inv_freq")}
     if source.config.get("tie_word_embeddings"):
-        found.pop("lm_head.weight", None)  # dense_additions has it
+        found.pop("lm_head.weight", None)  # make_plan has it
     return found
 
 
 def dense_additions(source, config, names):
-    """{name: tensor}: the last layer's router and experts, zeros, and the untied head. names: of the rest."""
+    """{name: tensor}: the last layer's router and experts, zeros. names: of the rest."""
     expected = expected_stack(config, names)
     unknown = sorted(names - expected.keys())
     require(not unknown, f"{source.path} has tensors for which {config['model_type']} has no place: "
@@ -960,8 +965,6 @@ def dense_additions(source, config, names):
         if name.startswith(mlp):
             of_router = name.endswith(ROUTER)
             found[name] = torch.zeros(expected[name], dtype=torch.float32 if of_router else dtype)
-    if source.config.get("tie_word_embeddings"):
-        found["lm_head.weight"] = source.checkpoint.read(source.embed)
     return found
 
 
@@ -993,17 +996,17 @@ def name_unquantised(config, names):
             module = re.sub(stored, built, module)
         modules.add(module)
 
-    edited = dict(config)
+    found = dict(config)
     if method == "gptq":
         pattern = "-:" + re.escape(os.path.commonprefix(list(modules))) + ".*"
-        edited["dynamic"] = (config.get("dynamic") or {}) | {pattern: {}}
+        found["dynamic"] = (config.get("dynamic") or {}) | {pattern: {}}
     keys = UNQUANTISED[method]
     for key in [key for key in keys if config.get(key)] or keys[-1:]:
         listed = config.get(key) or []
         patterns = [name.removeprefix("re:") for name in listed if name.startswith("re:")]
-        edited[key] = listed + [name for name in sorted(modules.difference(listed))
-                                if not any(re.match(pattern, name) for pattern in patterns)]
-    return edited
+        found[key] = listed + [name for name in sorted(modules.difference(listed))
+                               if not any(re.match(pattern, name) for pattern in patterns)]
+    return found
 
 
 # ---- Plan and writing ----------------------------------------------------------------------------
@@ -1041,16 +1044,19 @@ def make_plan(draft, state, source, layout, draft_only=False):
            for name, tensor in layer_tensors(state, layout, source.prefix, fused).items()}
     if source.family.dense:
         config = dense_config(source, draft, layout)
-        text = json.dumps(config, indent=2) + "\n"
         names = dense_names(source, layout)
     else:
-        wanted = source.family.write(source.config, source.entries)
-        if not wanted.get("tie_word_embeddings", True) and not draft_only:
-            new["lm_head.weight"] = source.checkpoint.read(source.embed)
-        if source.config.get("quantization_config"):
-            wanted["quantization_config"] = name_unquantised(source.config, new)
-        text = edited(source.checkpoint.text, wanted)
+        config = source.config | source.family.write(source.config, source.entries)
         names = {name: name for name in source.kept()}
+
+    untied = source.config.get("tie_word_embeddings") and not config["tie_word_embeddings"]
+    if untied and not draft_only:
+        new["lm_head.weight"] = source.checkpoint.read(source.embed)
+    if config.get("quantization_config"):
+        config["quantization_config"] = name_unquantised(config, new)
+    text = json.dumps(config, indent=2) + "\n"
+    if not source.family.dense:
+        text = edited(source.checkpoint.text, config)
 
     keep = {}
     if not draft_only:
@@ -1173,10 +1179,8 @@ def check_layer(checkpoint, entries):
     coded = [name for name in there if entries[name].dtype in CODES]
     scales = [name.removesuffix(".weight") + suffix for name in coded for suffix in CODED]
     known = {*expected, *copies, *scales}
-    N = config["num_hidden_layers"]
     problems += [f"{name} belongs to no MTP layer of this family: engines stumble over it or ignore it"
-                 for name in entries if name not in known
-                 and (layer_number(name) >= N or name.startswith(prefix))]
+                 for name in entries if name not in known and of_mtp_layer(name, config)]
 
     if config.get("quantization_config"):
         if name_unquantised(config, expected.keys() - set(coded)) != config["quantization_config"]:
