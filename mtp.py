@@ -1343,7 +1343,7 @@ def stored_files(folder):
     files = sorted(Path(folder).glob("*.safetensors"))
     manifest = Path(folder, MANIFEST)
     if manifest.exists():
-        listed = json.loads(manifest.read_text()).get("files", [])
+        listed = convert.read_json(manifest).get("files", [])
         others = {file.name for file in files}.difference(listed)
         if others:
             say(f"{folder}: {len(others)} files that its {MANIFEST} does not list are not read, "
@@ -1512,7 +1512,7 @@ def open_stored(path, target):
 def cut(document, name, seq_len, shortest, vocab_size):
     """[Sample]: pieces of at most seq_len tokens, without those of less than `shortest`."""
     require(len(document.input_ids) >= shortest, f"under {shortest} tokens")
-    known = document.document or sha256(document.input_ids.tolist())
+    known = document.document or hash_of(document.input_ids.tolist())
     samples = []
     pieces = zip(document.input_ids.split(seq_len), document.loss_mask.split(seq_len))
     for i, (ids, mask) in enumerate(pieces):
@@ -1523,7 +1523,7 @@ def cut(document, name, seq_len, shortest, vocab_size):
     require(samples, f"no piece of {shortest} to {seq_len} tokens has one to learn")
     return samples
 
-def sha256(content):
+def hash_of(content):
     """Of anything that repr writes out whole."""
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
@@ -1679,7 +1679,7 @@ def capture(cfg):
     for sample in read_samples(cfg.data, target, cfg.seq_len, shortest=3):
         # Named after its content: what an earlier capture has written stays.
         content = (sample.input_ids.tolist(), sample.loss_mask.tolist(), sample.document, meta)
-        files[out / f"{sha256(content)[:16]}.safetensors"] = sample
+        files[out / f"{hash_of(content)[:16]}.safetensors"] = sample
     if ranks.rank == 0:
         with convert.atomic(out / MANIFEST) as aside:
             aside.write_text(json.dumps({"files": [path.name for path in files]}))
@@ -2159,9 +2159,7 @@ def check_out(out):
     """Refuse an OUT with anything that no run wrote: a target, another project's model."""
     found = os.listdir(out) if os.path.exists(out) else []
     names = {name.removeprefix(".").removesuffix(".partial") for name in found}
-    config = Path(out, "config.json")
-    draft = config.exists() and '"ttt_length"' in config.read_text()
-    if draft or "settings.json" in names:
+    if "settings.json" in names or convert.is_draft(out):
         names -= RUN_FILES
     require(not names, f"--out {out} holds {', '.join(sorted(names)[:4])}, which no training run "
             "wrote: give a new folder, or that of a run")
@@ -2171,9 +2169,13 @@ MAY_CHANGE = {"target", "out", "resume", "steps", "eval_every", "save_every", "e
               "micro_batch_size", "recompute", "device", "kernels", "target_device_map",
               "trust_remote_code", "other_target"}
 
+def settings_of_run(state):
+    """The settings.json of the run that a training state is of."""
+    return convert.read_json(state.parent.parent / "settings.json")
+
 def check_settings(state, settings):
     """Refuse to go on with other settings than the run of a training state began with."""
-    began = json.loads((state.parent.parent / "settings.json").read_text())
+    began = settings_of_run(state)
     for name, value in settings.items():
         require(name in MAY_CHANGE or began.get(name) == value, f"{state} is of a run with {name} "
                 f"{began.get(name)}, not {value}: give what it began with, or another --out")
@@ -2353,7 +2355,7 @@ def evaluate(run, sequences):
 
 def as_drafted(recycle):
     """The setting to draft with: a draft that was trained with "both" is judged, and drafts, with "post"."""
-    return recycle.replace("both", "post")
+    return "post" if recycle == "both" else recycle
 
 def acceptance(sums):
     """Figures of metrics.jsonl, of sums [.., K]: CE, KL, right, prefix hits; in evaluations TV and
@@ -2486,8 +2488,7 @@ def start_or_resume(run, optimizer, state, settings):
     progress = Progress()
     if state is not None:
         say(f"resuming from {state}")
-        began = json.loads((state.parent.parent / "settings.json").read_text())
-        run.target.check_same(began["target_identity"], str(state))
+        run.target.check_same(settings_of_run(state)["target_identity"], str(state))
         progress = load_state(state, run.model, optimizer)
 
     barrier(run.ranks)  # all have looked for states
@@ -2888,10 +2889,13 @@ def explain(error):
     return None
 
 def first_to_fail():
-    """Of the ranks that torchrun started on this node, whose error files are side by side."""
+    """Is this the first of the ranks that torchrun started on this node? Their error files are side by
+    side, and so is a file that only the first can make."""
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     try:
-        return not report or open(Path(report).parents[1] / "said", "x")
+        if report:
+            (Path(report).parents[1] / "said").touch(exist_ok=False)
+        return True
     except FileExistsError:
         return False
 
