@@ -1114,7 +1114,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 try:
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
@@ -1891,33 +1891,103 @@ def full_tensor(x):
 # ---- Optimizer, drafts and training states -------------------------------------------------------
 
 WEIGHT_DECAY = 0.01  # of matrices
+MOMENTUM = 0.95      # of Muon
+ADAM_SHARE = 0.15    # of the learning rate, for what Muon does not take
+LEARNING_RATE = {"muon": (0.02, 1e-3), "adamw": (3e-3, 1e-4)}  # from scratch, warm
 LR_FLOOR = 0.1       # where the cosine ends, as a share of the peak learning rate
 KEPT_STATES = 2      # training states of a run; older ones are removed
 
-class MasterAdamW:
-    """AdamW on fp32 master copies of the parameters; those of fp32 parameters share their memory."""
-    def __init__(self, model):
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised (Jordan et al., 2024), for matrices (m, n) and stacks of them, such as
+    all experts. torch.optim.Muon takes single matrices only, and whole ones."""
+    def __init__(self, groups):
+        super().__init__(groups, dict(lr=0.0))
+        for group in self.param_groups:
+            p, = group["params"]
+            self.state[p] = dict(momentum=torch.zeros_like(p))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            p, = group["params"]
+            momentum = self.state[p]["momentum"]
+            momentum.mul_(MOMENTUM).add_(p.grad, alpha=1 - MOMENTUM)
+            nesterov = MOMENTUM * momentum + (1 - MOMENTUM) * p.grad
+            p.mul_(1 - group["lr"] * WEIGHT_DECAY)
+            p.sub_(muon_update(nesterov, group["name"]), alpha=group["lr"])
+
+def muon_update(x, name):
+    """x, orthogonalised: matrices that were fused each on its own, the root mean square as large as
+    AdamW's. A sharded stack's matrices are whole on their rank; a sharded matrix is gathered."""
+    if is_sharded(x):
+        stack = x.to_local() if x.dim() == 3 else x.full_tensor()
+        update = muon_update(stack, name)
+        if x.dim() == 3:
+            return DTensor.from_local(update, x.device_mesh, x.placements, run_check=False,
+                                      shape=x.shape, stride=x.stride())
+        return distribute_tensor(update, x.device_mesh, x.placements, src_data_rank=None)
+
+    if name.endswith("gate_up_proj"):  # (E, 2F, C)
+        parts = x.unflatten(1, (2, -1))  # (E, 2, F, C)
+    elif name == "eh_proj.weight":     # (C, 2C)
+        parts = x.unflatten(1, (2, -1)).transpose(0, 1)  # (2, C, C)
+    else:
+        parts = x
+    scale = 0.2 * math.sqrt(max(parts.shape[-2:]))
+    parts = scale * orthogonal(parts).to(x.dtype)
+    if name == "eh_proj.weight":
+        parts = parts.transpose(0, 1)
+    return parts.reshape(x.shape)
+
+def orthogonal(x):
+    """About U V^T of x = U S V^T, (.., m, n), by five Newton-Schulz steps, which take singular values
+    of x / |x| to between 0.7 and 1.2; in bf16 on a GPU."""
+    if x.is_cuda:
+        x = x.bfloat16()
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    return x.mT if tall else x
+
+class MasterOptimizer:
+    """Muon for the matrices and AdamW for the rest, or AdamW for all, on fp32 master copies of the
+    parameters; those of fp32 parameters share their memory."""
+    def __init__(self, model, kind):
         self.params = dict(model.named_parameters())
         self.masters = {}
-        groups = []  # one for each: fused AdamW does not take sharded and whole tensors together
+        muon, adam = [], []  # a group for each: fused AdamW does not mix sharded and whole tensors
         for name, p in self.params.items():
             if p.dtype != fp32(p.dtype):
                 p = nn.Parameter(p.detach().float())
             self.masters[name] = p
-            groups.append(dict(params=[p], weight_decay=WEIGHT_DECAY if p.dim() > 1 else 0.0))
+            if kind == "muon" and p.dim() > 1:
+                muon.append(dict(params=[p], name=name, share=1.0))
+            else:
+                adam.append(dict(params=[p], weight_decay=WEIGHT_DECAY if p.dim() > 1 else 0.0,
+                                 share=ADAM_SHARE if kind == "muon" else 1.0))
 
-        self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-        for p in self.masters.values():  # made at its first step; a training state is read before
-            self.adam.state[p] = dict(step=torch.zeros((), device=p.device),
-                                      exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        self.optimizers = [torch.optim.AdamW(adam, betas=(0.9, 0.95), fused=True)]
+        self.state = self.optimizers[0].state  # {master: {name: tensor}}
+        for group in adam:  # made at the first step; a training state is read before
+            p, = group["params"]
+            self.state[p] = dict(step=torch.zeros((), device=p.device),
+                                 exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        if muon:
+            self.optimizers.append(Muon(muon))
+            self.state = {**self.state, **self.optimizers[1].state}
 
     def step(self, lr, scale):
         """Step with the parameters' gradients times `scale`."""
-        for group in self.adam.param_groups:
-            group["lr"] = lr
         for name, master in self.masters.items():
             master.grad = self.params[name].grad.to(master.dtype) * scale
-        self.adam.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["share"]
+            optimizer.step()
         self.publish()
 
     @torch.no_grad()
@@ -1976,7 +2046,7 @@ def training_state(model, optimizer, progress):
     state = {"rng": torch.get_rng_state(), **dict(model.named_buffers())}
     for name, p in optimizer.masters.items():
         state[f"master.{name}"] = p.detach()
-        for key, x in optimizer.adam.state[p].items():
+        for key, x in optimizer.state[p].items():
             state[f"{key}.{name}"] = x
     state["progress"] = torch.tensor(astuple(progress), dtype=torch.float64)
     return state
@@ -2076,8 +2146,9 @@ class TrainConfig(BatchOptions):
 
     steps: int = flag(120, "optimizer steps", group="optimization", least=1)
     batch_size: int = flag(8, "sequences per optimizer step, over all ranks", least=1)
+    optimizer: str = flag("muon", "of matrices; the rest always has AdamW", choices=["muon", "adamw"])
     lr: float = flag(
-        None, "peak learning rate; default 3e-3 from scratch, 1e-4 warm", above=0)
+        None, "peak learning rate; default from scratch 0.02 (adamw 3e-3), warm 1e-3 (1e-4)", above=0)
     warmup_steps: int = flag(20, "steps of linear warm-up", least=0)
     clip: float = flag(1.0, "largest global gradient norm", above=0)
     balance_rate: float = flag(
@@ -2457,7 +2528,7 @@ def train(cfg):
         f"{'from scratch' if scratch else 'warm'}, {model.lm_head_weight.dtype} on {ranks.dp} x {P} "
         f"{ranks.device.type} ranks (data x sequence)")
     if cfg.lr is None:
-        cfg = replace(cfg, lr=3e-3 if scratch else 1e-4)
+        cfg = replace(cfg, lr=LEARNING_RATE[cfg.optimizer][0 if scratch else 1])
     if cfg.balance_rate is None:
         cfg = replace(cfg, balance_rate=0.01 if scratch else 0.0)
 
@@ -2465,7 +2536,7 @@ def train(cfg):
               zero_first_embedding=zero_first)
     if ranks.mesh is not None:
         shard(run.ttt, ranks.mesh)
-    optimizer = MasterAdamW(model)
+    optimizer = MasterOptimizer(model, cfg.optimizer)
     progress = start_or_resume(run, optimizer, state, settings)
 
     results = {}

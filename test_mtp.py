@@ -329,7 +329,7 @@ def density(source):
 
 
 AT_MOST = dict(per_line=7.5, wide=8, tuples=2.5, ifexp=3.5, longest=60, arguments=14)
-BUDGETS = {"mtp.py": {**AT_MOST, "expressions": 14000}, "convert.py": {**AT_MOST, "expressions": 6000},
+BUDGETS = {"mtp.py": {**AT_MOST, "expressions": 14400}, "convert.py": {**AT_MOST, "expressions": 6000},
            "above the cut": {**AT_MOST, "expressions": 5300, "per_line": 7.8}}
 
 
@@ -1848,7 +1848,7 @@ def state_of(folder):
 
 def assert_same_state(a, b):
     a, b = state_of(a), state_of(b)
-    assert a.keys() == b.keys() and len(a) > 60
+    assert a.keys() == b.keys() and len(a) > 50
     for name in a:
         assert torch.equal(a[name], b[name]), name
 
@@ -2605,17 +2605,63 @@ def test_bf16_divergence_is_reported_only_where_rounding_explains_it(capsys):
 
 # ---- Trainer: optimizer, resume, robustness ----------------------------------------------------------------
 
-def test_bf16_drafts_learn_through_fp32_masters():
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_bf16_drafts_learn_through_fp32_masters(kind):
     model = random_draft(demo_config(hidden_size=32, head_dim=8), 0).bfloat16()
-    optimizer, before = mtp.MasterAdamW(model), model.eh_proj.weight.clone()
+    optimizer, before = mtp.MasterOptimizer(model, kind), model.eh_proj.weight.clone()
     for p in model.parameters():
-        p.grad = torch.ones_like(p)
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p.dtype)
     for _ in range(20):  # each step moves a weight by about 1e-5, far below a bf16 ulp of weights near 1
         optimizer.step(1e-5, 1.0)
     moved = optimizer.masters["enorm.weight"] - model.enorm.weight.float()
     assert moved.abs().max() > 0 and optimizer.masters["enorm.weight"].dtype == torch.float32
     assert torch.equal(optimizer.masters["eh_proj.weight"].bfloat16(), model.eh_proj.weight)
-    assert (optimizer.masters["eh_proj.weight"] - before.float()).abs().max() > 1.9e-4
+    change = (optimizer.masters["eh_proj.weight"] - before.float()).square().mean().sqrt()
+    assert change.item() == pytest.approx(2e-4 if kind == "adamw" else 4e-5, rel=0.2)  # 0.2 of AdamW's size
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (5, 24, 40), (5, 40, 24)])
+def test_orthogonal_makes_singular_values_near_one(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u, _, vt = torch.linalg.svd(x, full_matrices=False)
+    y = mtp.orthogonal(x)
+    found = u.mT @ y @ vt.mT  # diagonal: the singular vectors stay
+    values = found.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(found, torch.diag_embed(values), rtol=0, atol=1e-12)
+    assert 0.6 < values.min() and values.max() < 1.25
+    assert mtp.orthogonal(torch.zeros(shape)).abs().max() == 0  # an expert that no token chose
+
+
+def test_muon_is_torchs_where_torch_takes_the_matrix():
+    """torch's runs in bf16. Ours, in float64: the same within its rounding, for four steps."""
+    model = random_draft(demo_config(hidden_size=32, head_dim=8), 0).double()
+    optimizer = mtp.MasterOptimizer(model, "muon")
+    matrix = model.self_attn.q_proj.weight
+    ours = torch.nn.Parameter(matrix.detach().clone())
+    torchs = torch.optim.Muon([ours], lr=0.02, weight_decay=mtp.WEIGHT_DECAY, momentum=0.95,
+                              adjust_lr_fn="match_rms_adamw")
+    before = matrix.detach().clone()
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        ours.grad = matrix.grad.clone()
+        optimizer.step(0.02, 1.0)
+        torchs.step()
+    assert (matrix - ours).norm() < 0.02 * (matrix - before).norm()
+
+
+def test_muon_takes_fused_matrices_apart():
+    config = demo_config(hidden_size=32, head_dim=8)
+    model = random_draft(config, 0)
+    generator = torch.Generator().manual_seed(1)
+    for name in "mlp.experts.gate_up_proj", "eh_proj.weight", "mlp.experts.down_proj":
+        x = torch.randn(model.get_parameter(name).shape, generator=generator)
+        found = mtp.muon_update(x, name)
+        dim = {"mlp.experts.gate_up_proj": 1, "eh_proj.weight": 1}.get(name)
+        pieces = [x] if dim is None else x.chunk(2, dim)
+        expected = [0.2 * max(piece.shape[-2:]) ** 0.5 * mtp.orthogonal(piece) for piece in pieces]
+        torch.testing.assert_close(found, torch.cat(expected, dim or 0), rtol=1e-4, atol=1e-5)
 
 
 def test_learning_rate_warms_up_then_falls_to_its_floor():
@@ -2900,14 +2946,14 @@ def train_keeping_all(cfg):
 
 def record(cfg):
     """Train; {name: whole gradient of step 1, summed over ranks}, and what rank 0 said."""
-    first, real = {}, mtp.MasterAdamW.step
+    first, real = {}, mtp.MasterOptimizer.step
 
     def step(self, *args):
         if not first:
             first.update({name: mtp.full_tensor(p.grad).clone() for name, p in self.params.items()})
         return real(self, *args)
 
-    with mock.patch.object(mtp.MasterAdamW, "step", step):
+    with mock.patch.object(mtp.MasterOptimizer, "step", step):
         train_keeping_all(cfg)
     return first
 
@@ -2959,7 +3005,7 @@ SPLITS = [
 
 @pytest.mark.parametrize("how", SPLITS, ids=lambda how: "-".join(map(str, how)))
 def test_no_split_of_a_batch_changes_gradients_or_weights(split, how):
-    """float64: what is left is the order of sums, 1e-16 of a gradient, and what AdamW makes of it."""
+    """float64: what is left is the order of sums, 1e-16 of a gradient, and what Muon makes of it."""
     (one, expected), (many, found) = split(0), split(*how)
     assert expected.keys() == found.keys() and len(found) > 15
     for name in expected:
@@ -2969,6 +3015,12 @@ def test_no_split_of_a_batch_changes_gradients_or_weights(split, how):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["acc"] == pytest.approx(b["acc"])
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10) and a["tokens"] == b["tokens"]
         assert a["top_expert_share"] == b["top_expert_share"]
+
+
+def test_adamw_of_many_ranks_is_that_of_one(chats, tmp_path):
+    for out, n, how in [("one", 0, {}), ("many", 4, dict(backend="usp", sp=2, micro_batch_size=3))]:
+        ranks(n, mtp.train, exact_options(chats, tmp_path / out, optimizer="adamw", **how))
+    assert_close_weights(tmp_path / "many", tmp_path / "one", 1e-8)
 
 
 def test_fp32_gradients_of_every_split_differ_by_rounding(tiny, tmp_path):
@@ -3059,7 +3111,7 @@ def doomed(cfg, victims, where):
     """Train; the victims die by SIGKILL, in a step after the first state or when they have written their
     part of step 4's state."""
     from torch.distributed.checkpoint import FileSystemWriter
-    step, write_data = mtp.MasterAdamW.step, FileSystemWriter.write_data
+    step, write_data = mtp.MasterOptimizer.step, FileSystemWriter.write_data
 
     def dying_step(self, *args):
         step(self, *args)
@@ -3073,7 +3125,7 @@ def doomed(cfg, victims, where):
             die(victims)
         return written
 
-    with mock.patch.object(mtp.MasterAdamW, "step", dying_step), \
+    with mock.patch.object(mtp.MasterOptimizer, "step", dying_step), \
             mock.patch.object(FileSystemWriter, "write_data", dying_write):
         train_keeping_all(cfg)
 
@@ -3493,7 +3545,7 @@ def test_two_nodes_train_what_one_process_trains(tiny, tmp_path):
 
 def failing(cfg):
     """Train; rank 1 raises in its second step."""
-    step, steps = mtp.MasterAdamW.step, []
+    step, steps = mtp.MasterOptimizer.step, []
 
     def raising(self, *args):
         steps.append(1)
@@ -3501,7 +3553,7 @@ def failing(cfg):
             raise RuntimeError("rank 1 has had enough")
         step(self, *args)
 
-    with mock.patch.object(mtp.MasterAdamW, "step", raising):
+    with mock.patch.object(mtp.MasterOptimizer, "step", raising):
         mtp.train(cfg)
 
 
@@ -6377,7 +6429,7 @@ def trained_on_noise(target, path, steps=80):
     """A draft for a target without a tokenizer, trained on random tokens, in path."""
     model = mtp.MTP(target.draft_config).to(target.lm_head.dtype)
     model.set_target(target.embed, target.lm_head)
-    optimizer, generator = mtp.MasterAdamW(model), torch.Generator().manual_seed(0)
+    optimizer, generator = mtp.MasterOptimizer(model, "adamw"), torch.Generator().manual_seed(0)
     for _ in range(steps):
         ids = torch.randint(len(target.lm_head), (8, 48), generator=generator)
         hidden = torch.stack(target.states([mtp.Sample("", row, row >= 0) for row in ids]))
