@@ -1,0 +1,215 @@
+"""The README's tables of what matters in training: objectives on the demo target, and drafts that differ in
+one thing, trained on stored hidden states. A finished row is not repeated; a stopped command goes on.
+
+    python -m bench.results objectives [--steps N]
+    python -m bench.results ablations TARGET STATES [--steps N] [--start DRAFT]
+"""
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+
+import convert
+import mtp
+from test_mtp import HERE, attend_apart
+
+
+def measure_draft(out, target, engine):
+    """Accepted length per round of generated text, drafted as `engine` does: 12 prompts of held-out text, 96
+    tokens each."""
+    (model, meta), (_, held) = mtp.load_draft(out), mtp.stdlib_files(every=6)
+    model.set_target(target.embed, target.lm_head)
+    rounds = []
+    for file in held[:12]:
+        ids = target.tokenizer(file.read_text(errors="replace"))["input_ids"][:24]
+        drafter = mtp.Drafter(model, *convert.engine_setting("glm4_moe", engine))
+        rounds += mtp.decode(target, ids, 96, drafter, meta["ttt_length"]).rounds
+    return {"greedy": 1 + sum(rounds) / len(rounds)}
+
+
+def objective_row(steps, **changes):
+    """Train one draft on the demo target, or continue a run that was cut; write down what it reached."""
+    out = HERE / "runs" / f"objectives-{steps}" / "-".join(map(str, changes.values())).replace(":", "")
+    cfg = mtp.TrainConfig(steps=steps, out=str(out), backend="fa", resume="auto", save_every=50, **changes)
+    results = mtp.train(cfg)
+    if "after" in results:
+        target = mtp.open_target(cfg, mtp.Ranks())
+        drawn = {engine: measure_draft(out, target, engine) for engine in ("vllm", "sglang")}
+        (out / "row.json").write_text(json.dumps({**drawn, "eval": results["after"]}))
+    return out / "row.json"
+
+
+def objectives(steps=150, seeds=(0, 1)):
+    """Every objective, and what training for one engine or for any costs: means of two seeds on the demo
+    target. Each run is a process; a finished one is not repeated."""
+    def rows(**changes):
+        for seed in seeds:
+            changes = {"loss": "ce:1+kl:1", "engine": "vllm", **changes, "seed": seed}
+            name = "-".join(map(str, changes.values())).replace(":", "")
+            file = HERE / "runs" / f"objectives-{steps}" / name / "row.json"
+            if not file.exists():
+                row = json.dumps({**changes, "steps": steps})
+                command = [sys.executable, "-m", "bench.results", "objective", row]
+                subprocess.run(command, check=True, stdout=sys.stderr, cwd=HERE)
+            if not file.exists():
+                sys.exit("stopped; the same command continues")
+            yield json.loads(file.read_text())
+
+    def show(label, found, engine="vllm"):
+        found = list(found)
+        drawn = [statistics.mean(row[engine][way] for row in found) for way in found[0][engine]]
+        text = [statistics.mean(row["eval"][f"accept_len{x}"] for row in found)
+                for x in ("_walk", "_sampled", "_greedy")]
+        spread = max(abs(row[engine]["greedy"] - drawn[0]) for row in found)
+        table.append(f"| {label} | " + " | ".join(f"{x:.3f}" for x in [*drawn, *text, spread]) + " |")
+
+    table = ["| trained with | greedy | text: walk | expected, sampled drafts "
+             "| expected, greedy drafts | seeds +- |", "|---" * 6 + "|"]
+    for loss in ("ce:1+kl:1", *mtp.LOSS_TERMS):
+        show(loss, rows(loss=loss))
+    for engine in ("vllm", "sglang", "any"):
+        for served in ("vllm", "sglang"):
+            show(f"for {engine}, drafted as by {served}", rows(engine=engine), served)
+    print("\n".join(table))
+
+
+# ---- The table of ablations: python test_mtp.py --ablations TARGET STATES [STEPS] --------------------------
+
+def ablation_row(out, target, states, flags, apart, start, ways):
+    """Train one draft, or continue a run that was cut, and write OUT/row.json. `flags` are mtp.py's; the
+    rest is patched: `apart` trains with attend_apart, `start` is a draft directory to start from. Every
+    evaluation has three steps and the attention that is served; `ways`: the engines that it drafts as."""
+    out, evaluate, read_sequences = Path(out), mtp.evaluate, mtp.read_sequences
+    cfg = mtp.TrainConfig(
+        target=target, hidden_states=[states], out=str(out), backend="fa", batch_size=4, micro_batch_size=4,
+        seq_len=256, warmup_steps=6, eval_size=16, resume="auto", save_every=40, init=start or "auto",
+        **flags)
+
+    def evaluate_as_served(run, sequences):
+        found = {}
+        with mock.patch.dict(mtp.BACKENDS, fa=mtp.attend_fa):
+            for engine in ways:
+                recycle, zero = convert.engine_setting(run.target.layout, engine)
+                served = mtp.Run(run.model, run.target, run.cfg, run.ranks, "fa", ttt_length=3,
+                                 recycle=recycle, zero_first_embedding=zero)
+                found[engine] = evaluate(served, sequences)
+        file = out / ("after.json" if mtp.saved_states(out) else "before.json")
+        file.write_text(json.dumps(found))
+        return found[ways[0]]
+
+    def same_split(cfg, target):  # whatever K
+        return read_sequences(dataclasses.replace(cfg, ttt_length=5), target)
+    with mock.patch.multiple(mtp, read_sequences=same_split, evaluate=evaluate_as_served), \
+            mock.patch.dict(mtp.BACKENDS, fa=attend_apart if apart else mtp.attend_fa):
+        if "after" not in mtp.train(cfg):
+            sys.exit(1)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = {line["step"]: line for line in lines if "loss" in line}  # a resumed run repeats some
+    row = {name: json.loads((out / f"{name}.json").read_text()) for name in ("before", "after")} | {
+        "seconds": sum(line["compute_seconds"] + line["data_seconds"] for line in lines.values()),
+        "busiest": list(lines.values())[-1]["top_expert_share"]}
+    (out / "row.partial").write_text(json.dumps(row))
+    os.replace(out / "row.partial", out / "row.json")
+    shutil.rmtree(out / "checkpoints")
+
+
+def from_scratch(measure, apart):
+    """The rows of ablations that start from random drafts; returns the first."""
+    default = "default: keys of all steps, for vllm, K 3, ce:1+kl:1, decay 0.8, balancing 0.01"
+    first = measure(default, ways=("vllm", "sglang"), untrained="nothing: the random draft")
+    measure(default, seed=1)
+    for seed in (0, 1):
+        measure(apart, apart=True, seed=seed)
+    measure("for sglang", engine="sglang", ways=("sglang", "vllm"))
+    measure("for any engine", engine="any", ways=("vllm", "sglang"))
+    for K in (1, 5):
+        measure(f"K {K}", ttt_length=K)
+    for loss in ("ce:1", "kl:1"):
+        measure(loss, loss=loss)
+    for decay in (0.6, 1.0):
+        measure(f"decay {decay}", decay=decay)
+    for rate in (0.0, 0.001):
+        measure(f"balancing {rate or 'off'}", balance_rate=rate)
+    return first
+
+
+def ablations(target, states, steps=36, start=None):
+    """Drafts that differ in one thing, trained alike on stored hidden states of `target`: `steps` steps of 4
+    rows of 256 tokens. Judged on every 20th sample, always with K = 3. Each is a process; a finished one is
+    not repeated. start: instead, two pairs that go on from this draft, with the cache and without."""
+    folder = HERE / "runs" / f"ablations-{Path(states).name}-{steps}"
+    table = ["| trained with | seed | drafted as | accept_len | accept_len_walk | acc_0 | acc_1 | acc_2 | "
+             "busiest expert | training s |", "|---" * 10 + "|"]
+
+    def show(label, seed, row, when="after"):
+        for way, found in row[when].items():
+            figures = [found["accept_len"], found["accept_len_walk"], *found["acc"]]
+            spent = [f"{row['busiest']:.1%}", f"{row['seconds']:.0f}"] if when == "after" else ["", ""]
+            cells = [label, seed, way, *(f"{x:.3f}" for x in figures), *spent]
+            table.append("| " + " | ".join(map(str, cells)) + " |")
+
+    def measure(label, apart=False, start=None, ways=("vllm",), seed=0, untrained=None, **flags):
+        name = "-".join([*["apart"] * apart, *[f"from-{Path(start or '').name}"] * bool(start),
+                         *(f"{key}-{value}" for key, value in flags.items()), f"seed-{seed}"])
+        file = folder / name.replace(":", "") / "row.json"
+        if not file.exists():
+            row = dict(out=str(file.parent), target=target, states=states, apart=apart, start=start,
+                       ways=ways, flags=dict(flags, steps=steps, seed=seed))
+            command = [sys.executable, "-m", "bench.results", "ablation", json.dumps(row)]
+            done = subprocess.run(command, stdout=sys.stderr, cwd=HERE,
+                                  env={"OMP_NUM_THREADS": "1", **os.environ})
+            if done.returncode or not file.exists():
+                sys.exit("stopped; the same command goes on")
+        row = json.loads(file.read_text())
+        if untrained:
+            show(untrained, "", row, "before")
+        show(label, seed, row)
+        return row
+
+    apart = "each step attends to its own keys alone, served with those of all steps"
+    if start:
+        meta = json.loads((Path(start) / "config.json").read_text())
+        more = dict(start=str(start), ways=["vllm" if meta["engine"] == "any" else meta["engine"]],
+                    engine=meta["engine"])
+        for seed in (0, 1):
+            first = measure("going on, keys of all steps", seed=seed, **more,
+                            untrained=None if seed else "nothing more: the draft that is gone on from")
+            measure(f"going on, {apart}", apart=True, seed=seed, **more)
+    else:
+        first = from_scratch(measure, apart)
+    rows, = {found["rows"] for found in first["after"].values()}
+    print(f"{steps} steps of 4 rows of 256 tokens; {rows:,} held-out rows; every expert busy alike: 12.5%\n"
+          + "\n".join(table))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    command = commands.add_parser("objectives")
+    command.add_argument("--steps", type=int, default=150)
+    command = commands.add_parser("ablations")
+    command.add_argument("target", type=os.path.abspath)
+    command.add_argument("states", type=os.path.abspath)
+    command.add_argument("--steps", type=int, default=36)
+    command.add_argument("--start", metavar="DRAFT", type=os.path.abspath,
+                         help="instead: two pairs that go on from it")
+    for name in ("objective", "ablation"):  # one row, in this process
+        commands.add_parser(name).add_argument("row", type=json.loads)
+
+    asked = vars(parser.parse_args())
+    name = asked.pop("command")
+    if "row" in asked:
+        {"objective": objective_row, "ablation": ablation_row}[name](**asked["row"])
+    else:
+        {"objectives": objectives, "ablations": ablations}[name](**asked)
+
+
+if __name__ == "__main__":
+    main()
