@@ -1092,6 +1092,7 @@ import argparse
 import copy
 import gzip
 import hashlib
+import http.client
 import inspect
 import json
 import os
@@ -1101,8 +1102,11 @@ import shutil
 import signal
 import sys
 import time
+import urllib.error
+import urllib.request
 import warnings
 from bisect import bisect_left, insort
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import MISSING, asdict, astuple, field, fields, replace
 from functools import lru_cache
@@ -1661,6 +1665,7 @@ def gather_states(sequences, start, stop, target):
 # Data that the target makes itself: stored hidden states, answers to prompts.
 
 MANIFEST = "manifest.json"  # {"files": [names]}: what the last capture into a directory is of
+SERVER_WAITS = 1, 2, 4, 8, 16, 32  # seconds after a server's failures
 
 def capture(cfg):
     """Store the target's hidden states of --data, a file per sample, for --hidden-states."""
@@ -1704,11 +1709,9 @@ def write_states(path, sample, hidden_states, meta):
     with convert.atomic(path) as aside:
         save_file(tensors, aside, meta)
 
-def as_prompt(prompt, tokenizer, raw):
-    """A text becomes a list of messages, unless it is to be continued as it is."""
-    if raw or not tokenizer.chat_template or not isinstance(prompt, str):
-        return prompt
-    return [{"role": "user", "content": prompt}]
+def as_prompt(text, tokenizer):
+    """A list of messages; a text to continue, if the tokenizer has no chat template."""
+    return [{"role": "user", "content": text}] if tokenizer.chat_template else text
 
 def encode_prompt(prompt, tokenizer, tools=None):
     """input_ids, a list, of a text or of messages to answer."""
@@ -1717,82 +1720,199 @@ def encode_prompt(prompt, tokenizer, tools=None):
     return tokenizer.apply_chat_template(
         prompt, tools=tools, add_generation_prompt=True, return_dict=True)["input_ids"]
 
-def read_prompt(row, target, cfg):
-    """(row, ids): what is written with an answer, and the token ids that the target is asked. The
-    answer that a chat ends in is left out, and asked for anew."""
-    row = as_dict(row)
-    prompt = row.get("messages") or row.get("conversations") or row.get("prompt")
-    require(prompt, 'has neither "prompt" nor "messages"')
-    prompt = as_prompt(prompt, target.tokenizer, cfg.raw)
-    if isinstance(prompt, str):
-        prompt.encode()  # as in encode_text
-        written = {"text": prompt}
-    else:
-        prompt = as_messages(prompt)
-        while prompt[-1]["role"] == "assistant":
-            prompt.pop()
-        written = {"messages": prompt, "tools": row.get("tools") or None}
+def questions(messages):
+    """[[message]]: what the assistant is asked, one answer after the other. Its own turns are left out,
+    but for those that called a tool, since the tool has answered them."""
+    while messages[-1]["role"] == "assistant":
+        messages.pop()
+    asked = [[]]
+    for message in messages:
+        if message["role"] != "assistant" or message.get("tool_calls"):
+            asked[-1].append(message)
+        elif asked[-1]:
+            asked.append([])
+    return asked
 
-    ids = encode_prompt(prompt, target.tokenizer, written.get("tools"))
-    room = target.draft_config.max_position_embeddings - cfg.max_new_tokens
-    require(1 <= len(ids) <= room,
-            f"has {len(ids)} tokens; --max-new-tokens {cfg.max_new_tokens} leaves 1 to {room}")
-    return written, ids
+class Dialogue:
+    """What is asked of the target: a text to go on with, or messages whose answers are left out and
+    asked for anew, one after the other. ids: the tokens to answer; mask: which of them are answers."""
+    exact = True    # are the ids of all answers known?
+    refused = None  # why a server did not answer
 
-def answer_prompts(target, prompts, max_new_tokens):
-    """The target's greedy answers to prompts, all lists of ids; with the end token if it came."""
+    def __init__(self, row, target, cfg):
+        row = as_dict(row)
+        prompt = row.get("messages") or row.get("conversations") or row.get("text")
+        if row.get("prompt"):
+            prompt = as_prompt(row["prompt"], target.tokenizer)
+        require(prompt, 'has no "prompt", "messages" or "text"')
+        self.target = target
+        self.max_new_tokens = cfg.max_new_tokens
+        self.tools = row.get("tools") or None
+        self.ids = []
+        self.mask = []
+        if isinstance(prompt, str):
+            prompt.encode()  # as in encode_text
+            first = prompt
+            self.coming = []
+        else:
+            first, *self.coming = questions(as_messages(prompt))
+        self.ask(first)
+
+    def ask(self, said):
+        """Text or messages, all so far, to be answered next."""
+        ids = encode_prompt(said, self.target.tokenizer, self.tools)
+        room = self.target.draft_config.max_position_embeddings - self.max_new_tokens
+        require(1 <= len(ids) <= room,
+                f"has {len(ids)} tokens; --max-new-tokens {self.max_new_tokens} leaves 1 to {room}")
+        if ids[:len(self.ids)] != self.ids:
+            self.mask = []  # the chat template has rewritten earlier answers: they are not learnt
+        self.mask = self.mask + [0] * (len(ids) - len(self.mask))
+        self.ids = ids
+        self.said = said
+
+    def add(self, ids, text=None):
+        """An answer: its ids, whatever follows its end, or its text, where a server does not tell ids.
+        Returns whether there is more to answer."""
+        if ids is None:
+            self.exact = False
+        else:
+            ended = [i for i, token in enumerate(ids) if token in self.target.ends]
+            last = min(ended, default=len(ids))
+            text = self.target.tokenizer.decode(ids[:last])
+            ids = ids[:last + 1]
+            self.ids = self.ids + ids
+            self.mask = self.mask + [1] * len(ids)
+
+        if isinstance(self.said, str):
+            self.said += text
+            return False
+        self.said = [*self.said, {"role": "assistant", "content": text}]
+        if not self.coming:
+            return False
+        try:
+            self.ask(self.said + self.coming.pop(0))
+        except Exception:  # it has become too long, or its chat template raises: it ends here
+            return False
+        return True
+
+    def row(self):
+        """What is written. An answer without ids is tokenized when it is read."""
+        if self.refused:
+            return {"refused": self.refused}
+        written = {"text": self.said}
+        if not isinstance(self.said, str):
+            written = {"messages": self.said, "tools": self.tools}
+        return {**written, "input_ids": self.ids, "loss_mask": self.mask} if self.exact else written
+
+def answer_prompts(target, prompts, cfg):
+    """The target's answers to prompts, all lists of ids; of an answer that has ended, more may follow."""
     from transformers import GenerationConfig
     model = target.model
     end = model.generation_config.eos_token_id
-    # Greedy, whatever penalties, beams or sampling generation_config.json asks for.
+    # Greedy or sampled as asked, whatever penalties and beams generation_config.json asks for.
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=0)
+    sampling = dict(do_sample=True, temperature=cfg.temperature, top_k=0) if cfg.temperature else {}
     target.tokenizer.pad_token_id = 0  # masked: any id of the vocabulary
     batch = target.tokenizer.pad(
         {"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
-    answers = model.generate(**batch, do_sample=False, max_new_tokens=max_new_tokens)
-    answers = answers[:, batch.input_ids.shape[1]:]
-    found = []
-    for answer in answers.tolist():
-        found_ends = [i for i, token in enumerate(answer) if token in target.ends]
-        last = min(found_ends, default=max_new_tokens)
-        found.append((answer[:last + 1], last))
-    return found
+    answers = model.generate(**batch, max_new_tokens=cfg.max_new_tokens, **sampling)
+    return answers[:, batch.input_ids.shape[1]:].tolist()
+
+def answers_of_target(dialogues, target, cfg):
+    """The dialogues in their order, answered by transformers, --batch-size at a time."""
+    for i in range(0, len(dialogues), cfg.batch_size):
+        batch = dialogues[i:i + cfg.batch_size]
+        torch.manual_seed(seed_of(batch[0]))
+        asking = batch
+        while asking:
+            answers = answer_prompts(target, [dialogue.ids for dialogue in asking], cfg)
+            asking = [dialogue for dialogue, ids in zip(asking, answers) if dialogue.add(ids)]
+        yield from batch
+
+def seed_of(dialogue):
+    return int(hash_of(dialogue.ids)[:8], 16) >> 1
+
+class Refused(ValueError):
+    """A server does not take this one request."""
+
+def ask_server(url, body=None):
+    """The JSON that an OpenAI-compatible server answers; without a body a GET. One that is away or busy
+    is asked again for about a minute."""
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    data = None if body is None else json.dumps(body).encode()
+    for wait in SERVER_WAITS:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=3600) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            reason = f"{error.code} {' '.join(error.read().decode(errors='replace').split())[:300]}"
+            if error.code in (400, 413, 422):
+                raise Refused(reason) from None
+            require(error.code == 429 or error.code >= 500, f"--endpoint: {url} answers {reason}")
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            reason = error
+        time.sleep(wait)
+    raise ValueError(f"--endpoint: {url} does not answer ({reason}). What it has answered is in --out, and "
+                     "the same command goes on there")
+
+def answers_of_server(dialogues, target, cfg):
+    """The dialogues in their order, answered by the server of --endpoint, --batch-size at a time."""
+    url = cfg.endpoint.rstrip("/").removesuffix("/v1") + "/v1"
+    # Sampling as asked here, not as the served model's generation_config.json has it.
+    options = dict(model=ask_server(f"{url}/models")["data"][0]["id"], max_tokens=cfg.max_new_tokens,
+                   temperature=cfg.temperature, top_p=1.0, top_k=-1, repetition_penalty=1.0,
+                   return_token_ids=True)
+
+    def answer(dialogue):
+        more = True
+        try:
+            while more:
+                body = dict(options, prompt=dialogue.ids, seed=seed_of(dialogue))
+                choice = ask_server(f"{url}/completions", body)["choices"][0]
+                more = dialogue.add(choice.get("token_ids"), choice["text"])
+        except Refused as error:
+            dialogue.refused = str(error)
+        return dialogue
+
+    pool = ThreadPoolExecutor(cfg.batch_size)
+    try:
+        yield from pool.map(answer, dialogues)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 def generate_data(cfg):
-    """Write the target's own greedy answers to prompts: what a draft will meet in serving."""
+    """Write the target's own answers to prompts: what a draft will meet in serving."""
     require(cfg.prompts and cfg.out, "--prompts FILE and --out FILE.jsonl are both needed")
     require(variable("WORLD_SIZE", 1) == 1, "generate-data is one process: start it by python")
     rows = read_rows(cfg.prompts, by_line=True)
-    target = open_target(cfg, start_ranks(cfg.device))
-    about = dict(prompts=convert.sha256(cfg.prompts), raw=cfg.raw, dtype=cfg.dtype,
-                 max_new_tokens=cfg.max_new_tokens, target_identity=target.identity)
+    target = open_target(cfg, start_ranks(cfg.device), stored=bool(cfg.endpoint))
+    about = dict(prompts=convert.sha256(cfg.prompts), dtype=cfg.dtype, max_new_tokens=cfg.max_new_tokens,
+                 temperature=cfg.temperature, target_identity=target.identity)
     header = json.dumps({"answers_to": about}).encode() + b"\n"
     out = Path(cfg.out)
     written = out.read_bytes() if out.exists() else b""
     require(written[:len(header)] == header[:len(written)], f"--out {out} does not begin as answers "
             f"to these prompts of this target do, {header[:-1].decode()}: give another --out")
 
-    loads = [(name, partial(read_prompt, row, target, cfg)) for name, row in rows]
-    prompts = load_each(loads, lambda found, name: [found], [cfg.prompts])
+    loads = [(name, partial(Dialogue, row, target, cfg)) for name, row in rows]
+    dialogues = load_each(loads, lambda found, name: [found], [cfg.prompts])
     out.parent.mkdir(parents=True, exist_ok=True)
     lines = written.count(b"\n")
+    left = dialogues[max(0, lines - 1):]
+    answers = answers_of_server if cfg.endpoint else answers_of_target
+    refused = []
     with open(out, "ab") as file:
         file.truncate(written.rfind(b"\n") + 1)  # a line cut short is written again
         if not lines:
             file.write(header)
-        for i in tqdm(range(max(0, lines - 1), len(prompts), cfg.batch_size)):
-            batch = prompts[i:i + cfg.batch_size]
-            answers = answer_prompts(target, [ids for _, ids in batch], cfg.max_new_tokens)
-            for (row, ids), (answer, last) in zip(batch, answers):
-                text = target.tokenizer.decode(answer[:last])
-                if "text" in row:
-                    row["text"] += text
-                else:
-                    row["messages"].append({"role": "assistant", "content": text})
-                row["input_ids"] = ids + answer
-                row["loss_mask"] = [0] * len(ids) + [1] * len(answer)
-                file.write(json.dumps(row).encode() + b"\n")
+        for dialogue in tqdm(answers(left, target, cfg), total=len(left)):
+            file.write(json.dumps(dialogue.row()).encode() + b"\n")
             file.flush()
+            if dialogue.refused:
+                refused.append(dialogue.refused)
+    if refused:
+        say(f"{len(refused)} prompts refused by the server: {refused[0]}")
 
 # ---- Distributed ---------------------------------------------------------------------------------
 
@@ -1895,6 +2015,8 @@ MOMENTUM = 0.95      # of Muon
 ADAM_SHARE = 0.15    # of the learning rate, for what Muon does not take
 LEARNING_RATE = {"muon": (0.02, 1e-3), "adamw": (3e-3, 1e-4)}  # from scratch, warm
 LR_FLOOR = 0.1       # where the cosine ends, as a share of the peak learning rate
+LARGEST_NORM = 1.0   # of the gradient; larger ones are clipped
+BALANCE_RATE = 0.01  # step of the router's bias, from scratch; a warm start keeps its bias
 KEPT_STATES = 2      # training states of a run; older ones are removed
 
 class Muon(torch.optim.Optimizer):
@@ -2150,9 +2272,6 @@ class TrainConfig(BatchOptions):
     lr: float = flag(
         None, "peak learning rate; default from scratch 0.02 (adamw 3e-3), warm 1e-3 (1e-4)", above=0)
     warmup_steps: int = flag(20, "steps of linear warm-up", least=0)
-    clip: float = flag(1.0, "largest global gradient norm", above=0)
-    balance_rate: float = flag(
-        None, "step of the router's bias; default 0.01 from scratch, 0 warm", least=0)
     seed: int = flag(0, "of initialisation and data order", least=0, most=2 ** 32)
 
     eval_every: int = flag(
@@ -2178,10 +2297,7 @@ class EvalConfig(DraftOptions, BatchOptions):
 @command_options
 class AnswerOptions(TargetOptions):
     """How the target answers prompts."""
-    raw: bool = flag(
-        False, "continue prompts as plain text even if the tokenizer has a chat template",
-        group="answers")
-    max_new_tokens: int = flag(128, "length limit of an answer", least=1)
+    max_new_tokens: int = flag(128, "length limit of an answer", group="answers", least=1)
 
 @command_options
 class GenerateConfig(DraftOptions, AnswerOptions):
@@ -2190,9 +2306,13 @@ class GenerateConfig(DraftOptions, AnswerOptions):
 @command_options
 class GenerateDataConfig(AnswerOptions):
     prompts: str = flag(
-        None, "text, a prompt a line, or rows of {prompt} or {messages}", group="data")
+        None, "text, a prompt a line, or rows of {prompt}, {messages} or {text} to continue", group="data")
     out: str = flag(None, ".jsonl to write")
     batch_size: int = flag(8, "prompts at a time", least=1)
+    endpoint: str = flag(
+        None, "URL of an OpenAI-compatible server of the target (vLLM, SGLang), which is asked instead of "
+        "transformers; the variable OPENAI_API_KEY, if set, is its key")
+    temperature: float = flag(0.0, "of sampling; 0: greedy", least=0)
 
 @command_options
 class CaptureConfig(TargetOptions):
@@ -2350,6 +2470,7 @@ class Run:
         self.drafting = drafting
         self.options = dict(backend=backend, group=ranks.group, **drafting)
         self.data_seconds = 0.0  # spent on hidden states
+        self.balance = False     # are the experts balanced?
 
     def batches(self, sequences):
         """This rank's share of packed sequences, in as many micro-batches on every rank: [(part of
@@ -2529,11 +2650,10 @@ def train(cfg):
         f"{ranks.device.type} ranks (data x sequence)")
     if cfg.lr is None:
         cfg = replace(cfg, lr=LEARNING_RATE[cfg.optimizer][0 if scratch else 1])
-    if cfg.balance_rate is None:
-        cfg = replace(cfg, balance_rate=0.01 if scratch else 0.0)
 
     run = Run(model, target, cfg, ranks, cfg.backend, ttt_length=cfg.ttt_length, recycle=recycle,
               zero_first_embedding=zero_first)
+    run.balance = scratch
     if ranks.mesh is not None:
         shard(run.ttt, ranks.mesh)
     optimizer = MasterOptimizer(model, cfg.optimizer)
@@ -2644,10 +2764,10 @@ def train_step(run, optimizer, progress, sequences, bar):
         return
 
     progress.skipped_in_a_row = 0
-    optimizer.step(lr, min(1.0, cfg.clip / (norm + 1e-6)))
+    optimizer.step(lr, min(1.0, LARGEST_NORM / (norm + 1e-6)))
     for name, bias in run.model.named_buffers():  # the router's, of a draft with experts
-        if cfg.balance_rate and name.endswith("e_score_correction_bias"):  # else not re-centred
-            balance_experts(bias, load, cfg.balance_rate)
+        if run.balance and name.endswith("e_score_correction_bias"):
+            balance_experts(bias, load, BALANCE_RATE)
 
     seconds = time.perf_counter() - began
     figures = acceptance(sums)
@@ -2854,7 +2974,7 @@ def generate_command(cfg):
     K = options.pop("ttt_length")
     tokenizer = target.tokenizer
     length = cfg.max_new_tokens
-    ids = encode_prompt(as_prompt(cfg.prompt, tokenizer, cfg.raw), tokenizer)
+    ids = encode_prompt(as_prompt(cfg.prompt, tokenizer), tokenizer)
     room = target.draft_config.max_position_embeddings - length - K
     require(1 <= len(ids) <= room,
             f"--prompt has {len(ids)} tokens; --max-new-tokens leaves 1 to {room}")

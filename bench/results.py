@@ -87,6 +87,7 @@ def ablation_row(out, target, states, flags, apart, start, ways):
     rest is patched: `apart` trains with attend_apart, `start` is a draft directory to start from. Every
     evaluation has three steps and the attention that is served; `ways`: the engines that it drafts as."""
     out, evaluate, read_sequences = Path(out), mtp.evaluate, mtp.read_sequences
+    rate = flags.pop("balance_rate", mtp.BALANCE_RATE)
     cfg = mtp.TrainConfig(
         target=target, hidden_states=[states], out=str(out), backend="fa", batch_size=4, micro_batch_size=4,
         seq_len=256, warmup_steps=6, eval_size=16, resume="auto", save_every=40, init=start or "auto",
@@ -107,6 +108,7 @@ def ablation_row(out, target, states, flags, apart, start, ways):
     def same_split(cfg, target):  # whatever K
         return read_sequences(dataclasses.replace(cfg, ttt_length=5), target)
     with mock.patch.multiple(mtp, read_sequences=same_split, evaluate=evaluate_as_served), \
+            mock.patch.object(mtp, "BALANCE_RATE", rate), \
             mock.patch.dict(mtp.BACKENDS, fa=attend_apart if apart else mtp.attend_fa):
         if "after" not in mtp.train(cfg):
             sys.exit(1)
