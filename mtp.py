@@ -433,9 +433,13 @@ BACKENDS = {"sdpa": attend_sdpa, "fa": attend_fa, "usp": attend_usp}
 
 # ---- Mixture of experts --------------------------------------------------------------------------
 
+class Routing(NamedTuple):
+    chosen: torch.Tensor  # (.., A) int64, the experts of each row
+    scores: torch.Tensor  # (.., E) of a softmax router, for a loss that balances it; else (.., 0)
+
 class Router(nn.Module):
     """Scores experts, in fp32 in a bf16 model too. A sigmoid router has a bias, which only chooses;
-    balance_experts moves it."""
+    balance_experts moves it. A softmax router has none; balancing_loss acts on its scores."""
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -444,6 +448,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(E, C, dtype=dtype))
         if config.scoring_func == "sigmoid":
             self.register_buffer("e_score_correction_bias", torch.zeros(E, dtype=dtype))
+        else:  # each expert's share of the rows in the last training step; not of the draft's file
+            self.register_buffer("expert_share", torch.zeros(E, dtype=dtype), persistent=False)
 
     def _apply(self, fn, recurse=True):
         """What .to() and .bfloat16() call: they may move these tensors, not round them."""
@@ -453,32 +459,25 @@ class Router(nn.Module):
         return super()._apply(keep_fp32, recurse)
 
     def forward(self, x):
-        """x (N, C) -> weights (N, A) at least fp32, chosen experts (N, A) int64."""
+        """x (N, C) -> weights (N, A) at least fp32, Routing."""
         cfg = self.config
         logits = F.linear(x.to(self.weight.dtype), self.weight)            # (N, E)
         if cfg.scoring_func == "softmax":
-            scores = logits.softmax(-1)
+            scores = balanced = logits.softmax(-1)
             choice = scores.detach()
         else:
             scores = logits.sigmoid()
+            balanced = scores.new_empty(len(x), 0)
             choice = scores.detach() + self.e_score_correction_bias
         if cfg.n_group > 1:
-            choice = self.best_groups_only(choice)
+            choice = best_groups_only(choice, cfg)
         chosen = choice.topk(cfg.num_experts_per_tok, dim=-1).indices      # (N, A)
 
         # The bias has a say in the choice, not in the weights.
         weights = scores.gather(1, chosen)
         if cfg.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * cfg.routed_scaling_factor, chosen
-
-    def best_groups_only(self, choice):
-        """Shut the experts outside the best topk_group groups; a group's score: its two best, added."""
-        groups = choice.view(len(choice), self.config.n_group, -1)  # (N, groups, E / groups)
-        scores = groups.topk(2, dim=-1).values.sum(-1)              # (N, groups)
-        best = scores.topk(self.config.topk_group, dim=-1).indices
-        shut = torch.ones_like(scores, dtype=torch.bool).scatter_(1, best, False)
-        return groups.masked_fill(shut[..., None], -torch.inf).flatten(1)  # (N, E)
+        return weights * cfg.routed_scaling_factor, Routing(chosen, balanced)
 
 def experts_ref(x, chosen, weights, gate_up_proj, down_proj):
     """y[n] = sum_a weights[n, a] * down[e] (silu(gate[e] x[n]) * up[e] x[n]), e = chosen[n, a], one
@@ -549,18 +548,18 @@ class MoE(nn.Module):
             self.shared_experts = MLP(C, config.n_shared_experts * width)
 
     def forward(self, x):
-        """x (B, T, C) -> y (B, T, C), chosen experts (B, T, A)."""
+        """x (B, T, C) -> y (B, T, C), Routing (B, T, ..)."""
         B, T, C = x.shape
         with torch.autocast(x.device.type, enabled=False):  # router in fp32, experts in their dtype
             rows = x.flatten(0, 1).to(self.experts["down_proj"].dtype)  # (N, C)
-            weights, chosen = self.gate(rows)
-            y = experts(rows, chosen, weights, *self.experts.values())
+            weights, routing = self.gate(rows)
+            y = experts(rows, routing.chosen, weights, *self.experts.values())
         y = y.view(B, T, C)                    # (B, T, C)
         if self.shared_expert_gate is not None:
             y = y + self.shared_expert_gate(x).sigmoid() * self.shared_experts(x)
         elif self.shared_experts is not None:
             y = y + self.shared_experts(x)
-        return y, chosen.view(B, T, -1)        # (B, T, A)
+        return y, Routing(*(x.unflatten(0, (B, T)) for x in routing))  # (B, T, A), (B, T, E)
 
 # ---- The draft -----------------------------------------------------------------------------------
 
@@ -576,17 +575,18 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(config) if config.n_routed_experts else MLP(C, config.intermediate_size)
 
     def forward(self, z, position_ids, past_k, past_v, docs, attend=attend_sdpa, group=None):
-        """z (B, T, C) -> r (B, T, C), past_k, past_v, chosen experts (B, T, A). No final norm."""
+        """z (B, T, C) -> r (B, T, C), past_k, past_v, Routing (B, T, ..). No final norm."""
         x = self.input_layernorm(z)
         out, past_k, past_v = self.self_attn(x, position_ids, past_k, past_v, docs, attend, group)
         u = z + out
         x = self.post_attention_layernorm(u)
         if self.config.n_routed_experts:
-            y, chosen = self.mlp(x)
+            y, routing = self.mlp(x)
         else:
             y = self.mlp(x)
-            chosen = x.new_empty(*x.shape[:2], 0, dtype=torch.long)
-        return u + y, past_k, past_v, chosen
+            none = x[..., :0]
+            routing = Routing(none.long(), none)
+        return u + y, past_k, past_v, routing
 
 class MTP(DecoderLayer):
     """The draft: fusion of token embedding and hidden state, one decoder layer, final norm. Embedding
@@ -618,16 +618,16 @@ class MTP(DecoderLayer):
                 group=None, zero_first=False):
         """One step. tokens, position_ids (B, T), hidden (B, T, C); zero_first: zero the embedding at
         position 0. Returns n = final_norm(r) and r, (B, T, C), past_k and past_v with this step's
-        added, chosen experts (B, T, A)."""
+        added, Routing (B, T, ..)."""
         e = F.embedding(tokens, self.embed_weight).to(self.eh_proj.weight.dtype)
         if zero_first:
             e = e.masked_fill((position_ids == 0)[..., None], 0)
 
         # The embedding comes FIRST, then the hidden state.
         z = self.eh_proj(torch.cat([self.enorm(e), self.hnorm(hidden)], dim=-1))
-        r, past_k, past_v, chosen = super().forward(
+        r, past_k, past_v, routing = super().forward(
             z, position_ids, past_k, past_v, docs, attend, group)
-        return self.shared_head["norm"](r), r, past_k, past_v, chosen
+        return self.shared_head["norm"](r), r, past_k, past_v, routing
 
 # ---- The TTT loop --------------------------------------------------------------------------------
 
@@ -635,19 +635,19 @@ def ttt_steps(model, ids, hidden, position_ids, docs, ttt_length, attend, group=
               recycle="post", zero_first=False):
     """The TTT loop. Step k embeds x[t + 1 + k], is given what step k - 1 put out and sees the keys of
     all steps so far. ids (B, L + K), hidden (B, L, C), position_ids (B, L). Returns lists of each step's
-    n (B, L, C) and chosen experts (B, L, A)."""
+    n (B, L, C) and Routing (B, L, ..)."""
     L = hidden.shape[1]
     g = hidden
     past_k, past_v = [], []
-    ns, chosen = [], []
+    ns, routings = [], []
     for k in range(ttt_length):
         tokens = ids[:, k + 1:k + 1 + L]
-        n, r, past_k, past_v, experts_of_step = model(
+        n, r, past_k, past_v, routing = model(
             tokens, g, position_ids + k, past_k, past_v, docs, attend, group, zero_first)
         g = recycled(n, r, recycle)
         ns.append(n)
-        chosen.append(experts_of_step)
-    return ns, chosen
+        routings.append(routing)
+    return ns, routings
 
 def recycled(n, r, recycle):
     """What feeds the next step: "post" n, "pre" r, before the final norm; a (B, L, 1) bool: n where it
@@ -911,7 +911,8 @@ class ChunkedLoss(torch.autograd.Function):
         return None, None, None, None, None, *grads
 
 class TTTOutput(NamedTuple):
-    """ttt_loss's result. All but loss are of this call alone and global over `group`; [K] unless said."""
+    """ttt_loss's result. All but loss and scores are global over `group` and have no gradient; [K]
+    unless said."""
     loss: torch.Tensor         # scalar: sum_k w_k (weighted terms of step k); usp: this rank's share
     ce: torch.Tensor           # mean cross-entropy against the teacher's argmax; 0 if no row counts
     kl: torch.Tensor           # mean KL(teacher || draft)
@@ -921,6 +922,7 @@ class TTTOutput(NamedTuple):
     expert_load: torch.Tensor  # [E] rows sent to each expert; none that embeds padding or a foreign token
     hits: torch.Tensor         # (K, B, T) bool: the row counts and its argmax is the teacher's
     sums: torch.Tensor         # [5, K] float64: CE, KL, right, prefix hits, counted; not divided
+    scores: torch.Tensor       # [E] a softmax router's, summed over counted rows; usp: this rank's share
 
 def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, ttt_length=3,
              backend="sdpa", group=None, loss="ce:1+kl:1", decay=0.8, recycle="post",
@@ -957,7 +959,7 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     step = model
     if recompute:
         step = partial(checkpoint, model, use_reentrant=False, preserve_rng_state=False)
-    ns, chosen = ttt_steps(step, share.ids, g, share.position_ids, share.docs, ttt_length,
+    ns, routings = ttt_steps(step, share.ids, g, share.position_ids, share.docs, ttt_length,
                            BACKENDS[backend], group, recycle, zero_first_embedding)
 
     # Step k weighs w_k; its terms are means over the counted rows of all micro-batches and ranks.
@@ -969,7 +971,11 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     value, sums, hits = ChunkedLoss.apply(
         model.lm_head_weight, share.hidden, share.valid, weight, terms, *ns)
 
-    load = expert_load(chosen, share.embedded, model.config.n_routed_experts)
+    load = expert_load(routings, share.embedded, model.config.n_routed_experts)
+
+    # For balancing_loss, of the rows that count; empty unless the router is a softmax.
+    scores = sum(torch.where(valid[..., None], routing.scores, 0).sum((0, 1))
+                 for routing, valid in zip(routings, share.valid))
     if group is not None:
         hits = gather_rows(hits, T, group)
         dist.all_reduce(sums, group=group)
@@ -977,14 +983,14 @@ def ttt_loss(model, input_ids, hidden_states, loss_mask=None, doc_ids=None, *, t
     CE, KL, right, _ = sums / share.count.clamp(min=1)
     prefix_hits = sums[3].round().long()
     return TTTOutput(value, CE, KL, right, share.count, prefix_hits, load, hits,
-                     torch.cat([sums, share.count[None]]))
+                     torch.cat([sums, share.count[None]]), scores)
 
-def expert_load(chosen, embedded, n_routed_experts):
-    """[E] int64: rows sent to each expert. chosen: K times (B, L, A); embedded (K, B, L): which count."""
+def expert_load(routings, embedded, n_routed_experts):
+    """[E] int64: rows sent to each expert. routings: K times (B, L, ..); embedded (K, B, L): which count."""
     load = torch.zeros(n_routed_experts, dtype=torch.long, device=embedded.device)
-    for of_step, counts in zip(chosen, embedded):
-        counts = counts[..., None].expand(of_step.shape)  # (B, L, A)
-        load.scatter_add_(0, of_step.flatten(), counts.flatten().long())
+    for (chosen, _), counts in zip(routings, embedded):
+        counts = counts[..., None].expand(chosen.shape)  # (B, L, A)
+        load.scatter_add_(0, chosen.flatten(), counts.flatten().long())
     return load
 
 def gather_rows(hits, length, group):
@@ -1017,7 +1023,15 @@ def check_batch(model, input_ids, hidden_states, loss_mask, doc_ids, ttt_length,
     require(shape == expected,
             f"hidden_states has shape {shape}, expected (B, rows, C) = {expected}")
 
-# ---- RoPE of longer contexts ---------------------------------------------------------------------
+# ---- What some families need: experts in groups, RoPE of longer contexts -------------------------
+
+def best_groups_only(choice, config):
+    """Shut the experts outside the best topk_group groups; a group's score: its two best, added."""
+    groups = choice.view(len(choice), config.n_group, -1)  # (N, groups, E / groups)
+    scores = groups.topk(2, dim=-1).values.sum(-1)         # (N, groups)
+    best = scores.topk(config.topk_group, dim=-1).indices
+    shut = torch.ones_like(scores, dtype=torch.bool).scatter_(1, best, False)
+    return groups.masked_fill(shut[..., None], -torch.inf).flatten(1)  # (N, E)
 
 def rope_frequencies(config, half, dtype, device):
     """(half,) by how much dim i turns per position, together with dim i + half, and a factor of cos
@@ -2016,7 +2030,8 @@ ADAM_SHARE = 0.15    # of the learning rate, for what Muon does not take
 LEARNING_RATE = {"muon": (0.02, 1e-3), "adamw": (3e-3, 1e-4)}  # from scratch, warm
 LR_FLOOR = 0.1       # where the cosine ends, as a share of the peak learning rate
 LARGEST_NORM = 1.0   # of the gradient; larger ones are clipped
-BALANCE_RATE = 0.01  # step of the router's bias, from scratch; a warm start keeps its bias
+BALANCE_RATE = 0.01  # step of a sigmoid router's bias, from scratch; a warm start keeps its bias
+BALANCE_LOSS = 1e-3  # of a softmax router, from scratch
 KEPT_STATES = 2      # training states of a run; older ones are removed
 
 class Muon(torch.optim.Optimizer):
@@ -2458,6 +2473,13 @@ def acceptance_sums(model, input_ids, hidden_states, loss_mask=None, doc_ids=Non
         hits = gather_rows(hits, input_ids.shape[1], group)
     return sums, hits
 
+def balancing_loss(gate, scores, count):
+    """E sum_e f_e P_e of a softmax router, transformers' load_balancing_loss_func. P_e: mean score over
+    `count` rows, whose sum is `scores`; f_e: how often a row is sent to expert e, in the step before, so
+    that this is a sum over rows, and no split of a batch changes its gradient."""
+    per_row = gate.expert_share * gate.config.num_experts_per_tok
+    return len(scores) * (per_row * scores).sum() / count.clamp(min=1)
+
 class Run:
     """A draft and its target on these ranks: micro-batches, their hidden states, gradients.
     cfg: BatchOptions; drafting: ttt_length, recycle, zero_first_embedding."""
@@ -2516,7 +2538,10 @@ class Run:
         load = 0
         for batch in batches:
             out = self.apply(ttt_loss, *batch, counts=counts, **loss_options)
-            out.loss.backward()
+            balancing = 0.0
+            if self.balance and len(out.scores):
+                balancing = BALANCE_LOSS * balancing_loss(self.model.mlp.gate, out.scores, counts.sum())
+            (out.loss + balancing).backward()
             loss = loss + out.loss.detach()
             sums = sums + out.sums
             load = load + out.expert_load
@@ -2765,13 +2790,15 @@ def train_step(run, optimizer, progress, sequences, bar):
 
     progress.skipped_in_a_row = 0
     optimizer.step(lr, min(1.0, LARGEST_NORM / (norm + 1e-6)))
-    for name, bias in run.model.named_buffers():  # the router's, of a draft with experts
+    share = load / load.sum().clamp(min=1)  # [] of a dense draft
+    for name, buffer in run.model.named_buffers():  # the router's, of a draft with experts
         if run.balance and name.endswith("e_score_correction_bias"):
-            balance_experts(bias, load, BALANCE_RATE)
+            balance_experts(buffer, load, BALANCE_RATE)
+        if name.endswith("expert_share"):
+            buffer.copy_(share)
 
     seconds = time.perf_counter() - began
     figures = acceptance(sums)
-    share = load / load.sum().clamp(min=1)  # [] of a dense draft
     log(run, dict(
         step=progress.step, loss=loss.item(), **figures, tokens_per_second=tokens / seconds,
         data_seconds=run.data_seconds, compute_seconds=seconds - run.data_seconds,

@@ -35,6 +35,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import urllib.request
 import warnings
 import weakref
 from importlib.util import find_spec
@@ -151,9 +152,9 @@ def naive_mlp(x, p, name):
 
 
 def naive_moe(x, p, cfg):
-    """One row through router, experts and shared expert, or a dense MLP: (y, chosen experts)."""
+    """One row through router, experts and shared expert, or a dense MLP: y, (chosen, softmax scores)."""
     if not cfg.n_routed_experts:
-        return naive_mlp(x, p, "mlp"), []
+        return naive_mlp(x, p, "mlp"), ([], x[:0])
     score = p["mlp.gate.weight"] @ x
     if cfg.scoring_func == "softmax":
         score = score.exp() / score.exp().sum()
@@ -177,11 +178,11 @@ def naive_moe(x, p, cfg):
         y = y + gate * naive_mlp(x, p, "mlp.shared_experts")
     elif cfg.n_shared_experts:
         y = y + naive_mlp(x, p, "mlp.shared_experts")
-    return y, chosen
+    return y, (chosen, score.detach() if cfg.scoring_func == "softmax" else x[:0])
 
 
 def naive_step(e, g, position, keys, values, p, cfg):
-    """One row, one step. keys, values: those seen so far. Returns n, r, chosen, both with its own added."""
+    """One row, one step. keys, values: those seen so far. Returns n, r, routing, both with its own added."""
     D = cfg.head_dim
 
     def norm(x, name):
@@ -207,8 +208,8 @@ def naive_step(e, g, position, keys, values, p, cfg):
     if cfg.attn_output_gate:
         out = out * torch.sigmoid(out_gate.reshape(-1))
     u = z + p["self_attn.o_proj.weight"] @ out
-    y, chosen = naive_moe(norm(u, "post_attention_layernorm"), p, cfg)
-    return norm(u + y, "shared_head.norm"), u + y, chosen, keys, values
+    y, routing = naive_moe(norm(u, "post_attention_layernorm"), p, cfg)
+    return norm(u + y, "shared_head.norm"), u + y, routing, keys, values
 
 
 def documents(doc_ids):
@@ -244,6 +245,7 @@ def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, deca
     ce, kl, right, count, prefix, tv, sampled, greedy, total = ([0.0] * K for _ in range(9))
     hits = torch.zeros(K, *ids.shape, dtype=torch.bool)
     load = torch.zeros(cfg.n_routed_experts, dtype=torch.long)
+    scores = torch.zeros(cfg.n_routed_experts if cfg.scoring_func == "softmax" else 0, dtype=hidden.dtype)
     for b, rows in documents(torch.zeros_like(ids) if doc_ids is None else doc_ids):
         x, h = ids[b, rows], hidden[b, rows]
         root_k, root_v = [], []
@@ -251,7 +253,7 @@ def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, deca
             g, keys, values, all_right, a, sure = h[t], root_k, root_v, True, [], []
             for k in range(min(K, len(rows) - 1 - t)):
                 e = model.embed_weight[x[t + 1 + k]] * (not (zero_first_embedding and t + k == 0))
-                n, r, chosen, keys, values = naive_step(e, g, t + k, keys, values, p, cfg)
+                n, r, (chosen, score), keys, values = naive_step(e, g, t + k, keys, values, p, cfg)
                 if k == 0:
                     root_k, root_v = keys, values
                 load[chosen] += 1
@@ -269,6 +271,7 @@ def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, deca
                     right[k] += is_right
                     prefix[k] += int(all_right)
                     hits[k, b, rows[t]] = bool(is_right)
+                    scores = scores + score
                     ce[k], kl[k], tv[k] = ce[k] + terms["ce"], kl[k] + terms["kl"], tv[k] + terms["tv"]
                     sampled[k], greedy[k] = sampled[k] + math.prod(a), greedy[k] + math.prod(sure)
                     total[k] = total[k] + sum(w[name] * terms[name] for name in w)
@@ -280,7 +283,7 @@ def naive_ttt(model, ids, hidden, mask=None, doc_ids=None, *, ttt_length=3, deca
         ce, kl, right, prefix, tv, sampled, greedy, count)], dtype=torch.float64)
     n = sums[7]
     mean = sums / n.clamp(min=1)
-    out = mtp.TTTOutput(loss.detach(), *mean[:3], n, sums[3], load, hits, sums[[0, 1, 2, 3, 7]])
+    out = mtp.TTTOutput(loss.detach(), *mean[:3], n, sums[3], load, hits, sums[[0, 1, 2, 3, 7]], scores)
     return out, dict(zip(names, grads)), sums
 
 
@@ -352,7 +355,7 @@ def test_the_core_is_read_from_the_top():
     lines = (HERE / "mtp.py").read_text().split("\n")
     where = {line: number for number, line in reversed([*enumerate(lines, 1)])}
     assert min(n for line, n in where.items() if line.endswith("(nn.Module):")) <= 250
-    assert where["    return ns, chosen"] <= 650
+    assert where["    return ns, routings"] <= 650
     assert (HERE / "mtp.py").read_text().count(CUT) == 1
     assert len((HERE / "setup.py").read_text().splitlines()) <= 60
     for path in (HERE / "csrc").glob("*.c*"):
@@ -619,7 +622,7 @@ def test_decoder_layer_is_transformers_layer(family, changes):
         ours.zero_grad()
         y = z.clone().requires_grad_()
         docs = mtp.Documents(None, B, T, "cpu")
-        out, _, _, chosen = ours(y, position_ids, [], [], docs, mtp.BACKENDS[backend])
+        out, _, _, (chosen, _) = ours(y, position_ids, [], [], docs, mtp.BACKENDS[backend])
         (out * seed).sum().backward()
         assert chosen.shape == (B, T, ours.config.num_experts_per_tok)
         assert_near(out, expected, 1e-5)
@@ -737,7 +740,7 @@ def test_router_keeps_fp32():
     assert toy_draft(torch.float64).mlp.gate.weight.dtype == torch.float64
     x = torch.randn(64, 24).bfloat16()
     expected = (x.float() @ weight.T).sigmoid()
-    weights, chosen = model.mlp.gate(x)
+    weights, (chosen, _) = model.mlp.gate(x)
     assert torch.equal(chosen, (expected + bias).topk(2).indices)
     expected = expected.gather(1, chosen)
     torch.testing.assert_close(weights, 1.7 * expected / expected.sum(-1, keepdim=True), rtol=1e-6, atol=0)
@@ -762,6 +765,50 @@ def test_bias_moves_by_the_balancing_rule_alone():
         spread.append(int(load.max() - load.min()))
         mtp.balance_experts(bias, load, 0.05)
     assert spread[-1] < 0.3 * spread[0], spread
+
+
+SOFTMAX = dict(scoring_func="softmax", n_group=1, topk_group=1, routed_scaling_factor=1.0)
+
+
+def test_balancing_loss_is_transformers():
+    """Value and router gradient at K = 1, all rows counted, the load that of the same rows; masked rows count
+    in neither mean."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
+    model = toy_draft(**SOFTMAX)
+    ids, hidden, _, _ = toy_batch(model, B=3, T=10)
+    mask = torch.ones(3, 10)
+    mask[0, 5:] = 0
+    seen = []
+    model.mlp.gate.register_forward_hook(lambda gate, inputs, _: seen.append(inputs[0]))
+    gate, A, E = model.mlp.gate, model.config.num_experts_per_tok, model.config.n_routed_experts
+    out = mtp.ttt_loss(model, ids, hidden, mask, ttt_length=1)
+    counted = mask[:, 2:].flatten() > 0
+    logits = F.linear(seen[0], gate.weight).view(3, 10, E)[:, :8].flatten(0, 1)[counted]
+    load = logits.topk(A, -1).indices.flatten().bincount(minlength=E)
+    gate.expert_share.copy_(load / load.sum())
+    assert out.count.sum() == counted.sum() < len(counted)
+    ours = mtp.balancing_loss(gate, out.scores, out.count.sum())
+    theirs = load_balancing_loss_func((logits,), E, A)
+    torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=0)
+    mine, = torch.autograd.grad(ours, gate.weight, retain_graph=True)
+    torch.testing.assert_close(mine, torch.autograd.grad(theirs, gate.weight)[0], rtol=1e-6, atol=1e-8)
+
+
+def test_the_balancing_loss_evens_out_a_softmax_router():
+    """Its gradient alone, by the rule of training: the load of the step before, scores of this one."""
+    model = toy_draft(**SOFTMAX)
+    gate, batch, spread = model.mlp.gate, toy_batch(model, B=4, T=40), []
+    with torch.no_grad():
+        gate.expert_share.zero_()
+    for _ in range(80):
+        out = mtp.ttt_loss(model, *batch, ttt_length=2)
+        slope, = torch.autograd.grad(mtp.balancing_loss(gate, out.scores, out.count.sum()), gate.weight)
+        share = out.expert_load / out.expert_load.sum()
+        spread.append(float(share.max() - share.min()))
+        with torch.no_grad():
+            gate.expert_share.copy_(share)
+            gate.weight -= 0.3 * slope
+    assert spread[-1] < 0.4 * spread[0], spread
 
 
 # ---- Experts -----------------------------------------------------------------------------------------------
@@ -4363,6 +4410,9 @@ def test_a_qwen_run_is_the_same_on_every_number_of_ranks(family, dtype, near, lo
     tiny = tmp_path / "target", write_texts(tmp_path / "data.jsonl", 24)
     for n, backend, recompute in [(0, "sdpa", False), (2, "fa", True), (2, "usp", False)]:
         ranks(n, mtp.train, options(tiny, tmp_path / f"{n}-{backend}", backend=backend, recompute=recompute))
+    state = state_of(tmp_path / "2-usp/checkpoints/step-4")  # what the balancing loss needs to go on
+    share = state.get("mlp.gate.expert_share")
+    assert ("moe" in family) == (share is not None and bool(share.max() > share.min()))
     for other in ("2-fa", "2-usp"):
         assert_close_weights(tmp_path / "0-sdpa", tmp_path / other, near)
         for a, b in zip(metrics(tmp_path / "0-sdpa"), metrics(tmp_path / other), strict=True):
@@ -5108,6 +5158,29 @@ def test_quantised_target_gets_a_plain_layer_named_as_such(tmp_path, kind, famil
     convert_cli("--check", tmp_path / "out", expect=1)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"])
+def test_fp8_blocks_of_a_qwen_layer_are_read(family, tmp_path):
+    """mtp.* names; bit for bit code times its block's scale. The export is plain and says so."""
+    make_target(tmp_path / "plain", family, dtype=torch.bfloat16)
+    state = quantise(tensors(tmp_path / "plain"), "blocks")
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    config["quantization_config"] = dict(quant_method="fp8", fmt="e4m3", weight_block_size=[32, 32],
+                                         activation_scheme="dynamic", modules_to_not_convert=["lm_head"])
+    write_checkpoint(tmp_path / "target", state, config)
+    model = warm(tmp_path / "target", torch.float32)
+    layer = convert.layer_tensors(model.state_dict(), family, convert.layer_prefix(convert.flat(config)))
+    coded = [name for name in layer if state[name].dtype == torch.float8_e4m3fn]
+    assert "mtp.layers.0.self_attn.q_proj.weight" in coded and len(coded) >= 7
+    for name in coded:
+        rows, columns = torch.meshgrid(*(torch.arange(n) // 32 for n in layer[name].shape), indexing="ij")
+        scale = state[name + "_scale_inv"][rows, columns]
+        assert torch.equal(layer[name], state[name].float() * scale), name
+    out = exported_warm(tmp_path / "target", tmp_path)
+    assert not [name for name in tensors(out) if name.startswith("mtp.") and "scale" in name]
+    listed = json.loads((out / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert {name.removesuffix(".weight") for name in coded} <= {*listed} and "mtp.fc" in listed
+
+
 def test_unknown_quantisation_is_refused(tmp_path, capsys):
     source = quantised_target(tmp_path / "target", "glm4_moe", "rows")
     config = json.loads((source / "config.json").read_text())
@@ -5832,6 +5905,51 @@ def test_vllm_serves_dense_targets(tmp_path):
                 assert drafted == rollout(mtp.Drafter(model, recycle, True), target, tokens[:root + 2], 3)
 
 
+@contextlib.contextmanager
+def vllm_server(model, folder):
+    """URL of vLLM's OpenAI-compatible server of a model in fp32; killed at the end."""
+    no_torchvision(folder)
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    names = dict(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
+                 VLLM_NO_USAGE_STATS="1", PYTHONPATH=str(folder / "stub"))
+    command = [os.environ["MTP_VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--model",
+               str(model), "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len",
+               "64", "--max-num-seqs", "8"]
+    with open(folder / "server.txt", "w") as said:
+        server = subprocess.Popen(command, cwd=folder, env={**os.environ, **names}, stdout=said,
+                                  stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        url, deadline = f"http://localhost:{port}", time.time() + 300
+        while server.poll() is None and time.time() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            time.sleep(1)
+        assert server.poll() is None, (folder / "server.txt").read_text()[-3000:]
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+
+
+@pytest.mark.serve
+def test_answers_of_a_vllm_server_are_those_of_the_target(tmp_path):
+    """generate-data --endpoint: the very tokens that transformers decodes greedily, chats of several answers
+    and texts, ends learnt; prompts beyond the server's context are refused one by one."""
+    tokenizer = make_tokenizer()
+    target = dense_target(tmp_path / "target", "llama", vocab_size=len(tokenizer), eos_token_id=0)
+    tokenizer.save_pretrained(target)
+    prompts = [*ASKED, {"text": "w3 w4"}, GOOD] * 2
+    (tmp_path / "own").mkdir()
+    own = ask(target, tmp_path / "own", prompts)
+    with vllm_server(target, tmp_path) as url:
+        rows = ask(target, tmp_path, [*prompts, {"text": "w5 " * 70}], "--endpoint", url)
+        (tmp_path / "o.jsonl").unlink()
+        sampled = ask(target, tmp_path, prompts, "--temperature", "1", "--endpoint", url)
+    assert len(sampled) == len(own) and sampled != own
+    assert rows[:-1] == own and list(rows[-1]) == ["refused"] and "64" in rows[-1]["refused"]
+    assert any(m["role"] == "assistant" and m["content"] for row in own for m in row.get("messages", []))
+
+
 FP8_NAMES = '''
 import json, sys
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
@@ -5884,11 +6002,14 @@ METHODS = {
     "awq": dict(quant_method="awq", bits=4, group_size=128, zero_point=True,
                 modules_to_not_convert=["lm_head"]),
     "modelopt": dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"]),
+    "nvfp4": dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head"], group_size=16),
+    "pack-quantized": dict(quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"]),
     "gptq": dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True, lm_head=False)}
 EXCLUDED = """
 import json, sys
 from types import SimpleNamespace
-from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config, ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 job = json.load(open(sys.argv[1]))
@@ -5896,8 +6017,11 @@ config, names = job["config"], job["names"]
 if config["quant_method"] == "awq":
     found = [is_layer_skipped(name, config["modules_to_not_convert"], {}) for name in names]
 elif config["quant_method"] == "modelopt":
-    read = ModelOptFp8Config.from_config(config)
+    read = (ModelOptFp8Config if config["quant_algo"] == "FP8" else ModelOptNvFp4Config).from_config(config)
     found = [read.is_layer_excluded(name) for name in names]
+elif config["quant_method"] == "compressed-tensors":
+    built = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    found = [should_ignore_layer(name, config["ignore"], built) for name in names]
 else:
     dynamic = SimpleNamespace(dynamic=config["dynamic"])
     found = [get_dynamic_override(dynamic, name) is False for name in names]
