@@ -803,7 +803,11 @@ def read_layer(checkpoint, prefix, state):
             wrong.append(f"{name} is missing")
             continue
 
-        tensor = checkpoint.read(name)
+        try:
+            tensor = checkpoint.read(name)
+        except ValueError as error:  # codes of an unknown kind
+            wrong.append(str(error))
+            continue
         rows = [len(view) for view in views]
         expected = (sum(rows), *views[0].shape[1:])
         if tensor.shape != expected:
@@ -815,7 +819,8 @@ def read_layer(checkpoint, prefix, state):
                 view.copy_(part)
 
     require(not wrong, f"{checkpoint.path}'s MTP layer cannot be used, {len(wrong)} of its tensors "
-            f"are wrong: {'; '.join(wrong[:5])}. To train anew: --init scratch")
+            f"are wrong: {'; '.join(wrong[:5])}. To train anew: --init scratch; from the layer of an "
+            "unquantised checkpoint: --init DIR")
 
 
 def is_draft(path):
@@ -1132,8 +1137,9 @@ def check(checkpoint):
     problems += check_layer(checkpoint, entries)
     if metadata.get("mtp_draft_only") != "True":
         stack = expected_stack(config, entries)
-        if config.get("quantization_config"):  # packed formats have names of their own
-            stack = {name: shape for name, shape in stack.items() if name in entries}
+        if config.get("quantization_config"):  # packed formats have names or dtypes of their own
+            stack = {name: shape for name, shape in stack.items()
+                     if name in entries and entries[name].dtype in {**DTYPES, **CODES}}
         problems += wrong_shapes(stack, entries)
     return problems, metadata
 

@@ -1157,6 +1157,8 @@ class Sample(NamedTuple):
     start: int = 0
     document: str = ""       # what is held out whole
 
+ENGINE_ONLY = "A target that only an engine runs: --hidden-states with states that it stored"
+
 class Target:
     """A frozen Hugging Face causal LM: gives hidden states, embedding and lm_head; verifies drafts.
     stored: hidden states come from files, see open_stored; its layers are not loaded."""
@@ -1191,7 +1193,7 @@ class Target:
             output_loading_info=True, **options)
         missing = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))[:5]
         require(not missing, f"{self.path} lacks weights of the target, or they have other sizes than "
-                f"its config.json says: {', '.join(missing)}")
+                f"its config.json says: {', '.join(missing)}. {ENGINE_ONLY}")
 
         self.model.eval().requires_grad_(False)
         if self.config.get("quantization_config") and not stored:
@@ -1218,8 +1220,7 @@ class Target:
             return function(*inputs, **options)
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"transformers cannot run {self.path}: {reason}. A target that only an "
-                             "engine runs: --hidden-states with states that it stored") from None
+            raise ValueError(f"transformers cannot run {self.path}: {reason}. {ENGINE_ONLY}") from None
 
     def check_same(self, identity, what):
         """Refuse what was made for another target, unless that is meant."""

@@ -5191,6 +5191,68 @@ def test_unknown_quantisation_is_refused(tmp_path, capsys):
     assert "'exl2' is not known" in capsys.readouterr().err
 
 
+METHODS = {
+    "awq": dict(quant_method="awq", bits=4, group_size=128, zero_point=True,
+                modules_to_not_convert=["lm_head"]),
+    "modelopt": dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"]),
+    "nvfp4": dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head"], group_size=16),
+    "pack-quantized": dict(quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"]),
+    "gptq": dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True, lm_head=False)}
+
+
+def in_unknown_codes(source, out, method):
+    """A copy of a target whose projections are codes as `method` names and shapes them."""
+    shutil.copytree(source, out)
+    state = load_file(source / "model.safetensors")
+    for name in [name for name in state if "layers." in name and name.endswith("_proj.weight")]:
+        rows, columns = state[name].shape
+        stem = name.removesuffix("weight")
+        del state[name]
+        codes = torch.zeros(rows, columns // 8, dtype=torch.int32)
+        state |= {stem + key: x for key, x in {
+            "pack-quantized": dict(weight_packed=codes, weight_scale=torch.ones(rows, 1),
+                                   weight_shape=torch.tensor([rows, columns])),
+            "nvfp4": dict(weight=torch.zeros(rows, columns // 2, dtype=torch.uint8),
+                          weight_scale=torch.ones(rows, columns // 16), weight_scale_2=torch.ones(1)),
+            "gptq": dict(qweight=codes.T.contiguous(), scales=torch.ones(1, rows)),
+            "awq": dict(qweight=codes, scales=torch.ones(1, rows))}[method].items()}
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"quantization_config": METHODS[method]}))
+
+
+@pytest.mark.parametrize("method", ["pack-quantized", "nvfp4", "gptq", "awq"])
+def test_a_target_of_unknown_codes_is_trained_for_from_stored_states(method, tmp_path, capsys, monkeypatch):
+    """From scratch, or from the plain layer of another checkpoint; its own layer, of codes, is refused."""
+    make_target(tmp_path / "plain")
+    in_unknown_codes(tmp_path / "plain", tmp_path / "target", method)
+    target = load_target(tmp_path / "plain")
+    (tmp_path / "states").mkdir()
+    states = []
+    target.model.model.norm.register_forward_hook(lambda norm, inputs, _: states.append(inputs[0]))
+    for i, sample in enumerate(mtp.read_samples([write_texts(tmp_path / "d.jsonl", 12)], target, 48, 5)):
+        target.model(sample.input_ids[None])
+        save_file(dict(token_ids=sample.input_ids, hidden_states=states.pop()[0][:, None].contiguous()),
+                  tmp_path / f"states/{i}.safetensors")
+
+    monkeypatch.chdir(tmp_path)
+    common = ["--target", "target", "--out", "run", "--steps", "2", "--seq-len", "48", "--device", "cpu"]
+    stored = [*common, "--hidden-states", "states"]
+    assert mtp.main([*common, "--data", "d.jsonl"]) == 2
+    assert "only an engine runs: --hidden-states" in capsys.readouterr().err
+    assert mtp.main(stored) == 2
+    said = capsys.readouterr().err
+    assert "MTP layer cannot be used, 20 of its tensors are wrong" in said and "--init scratch" in said
+    for init in ("plain", "scratch"):
+        assert mtp.main([*stored, "--init", init, "--out", init + "-run"]) == 0
+        assert ("from scratch" in capsys.readouterr().out) == (init == "scratch")
+        convert_cli(f"{init}-run", "--target", "target", "--out", init + "-out")
+        new = json.loads((tmp_path / f"{init}-out/config.json").read_text())["quantization_config"]
+        assert re.search(r"layers\W+2", json.dumps(new))
+        layer = [name for name in tensors(tmp_path / f"{init}-out") if name.startswith("model.layers.2.")]
+        assert not [name for name in layer if "scale" in name or "packed" in name or "qweight" in name]
+
+
 # ---- convert.py: bailing_moe_v2 ----------------------------------------------------------------------------
 
 def test_bailing_round_trip(tmp_path):
@@ -5998,13 +6060,6 @@ def test_vllm_takes_the_plain_layer_of_a_quantised_target(tmp_path):
         assert skipped == [name.startswith("2.")] * 2, name
 
 
-METHODS = {
-    "awq": dict(quant_method="awq", bits=4, group_size=128, zero_point=True,
-                modules_to_not_convert=["lm_head"]),
-    "modelopt": dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"]),
-    "nvfp4": dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head"], group_size=16),
-    "pack-quantized": dict(quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"]),
-    "gptq": dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True, lm_head=False)}
 EXCLUDED = """
 import json, sys
 from types import SimpleNamespace
