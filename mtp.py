@@ -2028,7 +2028,7 @@ def full_tensor(x):
 WEIGHT_DECAY = 0.01  # of matrices
 MOMENTUM = 0.95      # of Muon
 ADAM_SHARE = 0.15    # of the learning rate, for what Muon does not take
-LEARNING_RATE = {"muon": (0.02, 1e-3), "adamw": (3e-3, 1e-4)}  # from scratch, warm
+LEARNING_RATE = {"muon": (0.02, 3e-3), "adamw": (3e-3, 1e-4)}  # from scratch, warm
 LR_FLOOR = 0.1       # where the cosine ends, as a share of the peak learning rate
 LARGEST_NORM = 1.0   # of the gradient; larger ones are clipped
 BALANCE_RATE = 0.01  # step of a sigmoid router's bias, from scratch; a warm start keeps its bias
@@ -2286,7 +2286,7 @@ class TrainConfig(BatchOptions):
     batch_size: int = flag(8, "sequences per optimizer step, over all ranks", least=1)
     optimizer: str = flag("muon", "of matrices; the rest always has AdamW", choices=["muon", "adamw"])
     lr: float = flag(
-        None, "peak learning rate; default from scratch 0.02 (adamw 3e-3), warm 1e-3 (1e-4)", above=0)
+        None, "peak learning rate; default from scratch 0.02 (adamw 3e-3), warm 3e-3 (1e-4)", above=0)
     warmup_steps: int = flag(20, "steps of linear warm-up", least=0)
     seed: int = flag(0, "of initialisation and data order", least=0, most=2 ** 32)
 
