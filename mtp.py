@@ -1724,9 +1724,11 @@ def write_states(path, sample, hidden_states, meta):
     with convert.atomic(path) as aside:
         save_file(tensors, aside, meta)
 
-def as_prompt(text, tokenizer):
-    """A list of messages; a text to continue, if the tokenizer has no chat template."""
-    return [{"role": "user", "content": text}] if tokenizer.chat_template else text
+def as_prompt(prompt, tokenizer):
+    """Messages stay; a text becomes a list of them, or, without a chat template, is to be continued."""
+    if not tokenizer.chat_template or not isinstance(prompt, str):
+        return prompt
+    return [{"role": "user", "content": prompt}]
 
 def encode_prompt(prompt, tokenizer, tools=None):
     """input_ids, a list, of a text or of messages to answer."""
@@ -1756,9 +1758,10 @@ class Dialogue:
 
     def __init__(self, row, target, cfg):
         row = as_dict(row)
-        prompt = row.get("messages") or row.get("conversations") or row.get("text")
-        if row.get("prompt"):
+        prompt = row.get("messages") or row.get("conversations")
+        if not prompt and row.get("prompt"):
             prompt = as_prompt(row["prompt"], target.tokenizer)
+        prompt = prompt or row.get("text")
         require(prompt, 'has no "prompt", "messages" or "text"')
         self.target = target
         self.max_new_tokens = cfg.max_new_tokens
@@ -1916,7 +1919,6 @@ def generate_data(cfg):
     lines = written.count(b"\n")
     left = dialogues[max(0, lines - 1):]
     answers = answers_of_server if cfg.endpoint else answers_of_target
-    refused = []
     with open(out, "ab") as file:
         file.truncate(written.rfind(b"\n") + 1)  # a line cut short is written again
         if not lines:
@@ -1924,8 +1926,7 @@ def generate_data(cfg):
         for dialogue in tqdm(answers(left, target, cfg), total=len(left)):
             file.write(json.dumps(dialogue.row()).encode() + b"\n")
             file.flush()
-            if dialogue.refused:
-                refused.append(dialogue.refused)
+    refused = [dialogue.refused for dialogue in left if dialogue.refused]
     if refused:
         say(f"{len(refused)} prompts refused by the server: {refused[0]}")
 

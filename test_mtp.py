@@ -2519,6 +2519,14 @@ def test_every_answer_of_a_chat_is_asked_for_anew(tiny, tmp_path, capsys):
     assert learnt <= 6 and row["loss_mask"] == [0] * (len(row["loss_mask"]) - learnt) + [1] * learnt
 
 
+def test_a_prompt_beside_messages_and_a_prompt_of_messages(tiny, tmp_path):
+    """Data sets have both: messages go first, then the prompt, be it text or messages, then the text."""
+    whole, alone, text = ask(tiny[0], tmp_path, [
+        {"prompt": "w9", **GOOD}, {"prompt": [user("w1 w2")], "text": "w9"}, {"text": "w1 w2", "prompt": ""}])
+    assert [m["content"] for m in whole["messages"]][::2] == ["w1 w2", "w6"]
+    assert alone["messages"][:-1] == [user("w1 w2")] and text["text"].startswith("w1 w2")
+
+
 def test_sampled_answers_are_the_same_every_time(tiny, tmp_path):
     rows = [ask(tiny[0], tmp_path / name, ASKED, "--temperature", t) for name, t in (
         ("a", "2"), ("b", "2"), ("c", "0")) if not (tmp_path / name).mkdir()]
