@@ -3072,6 +3072,11 @@ def test_router_is_balanced_from_scratch_and_left_alone_when_warm(tiny, tmp_path
 
 # ---- Trainer: long sequences, many ranks, stored states ----------------------------------------------------
 
+def free_port():
+    with socket.create_server(("localhost", 0)) as free:
+        return free.getsockname()[1]
+
+
 class Processes:
     """n ranks of one gloo group, with torchrun's variables (0: one process without them) and a thread each,
     forked from a process that has imported everything, so that a run costs what it computes."""
@@ -3081,9 +3086,7 @@ class Processes:
         self.context.set_forkserver_preload(["test_mtp", "torch.distributed.checkpoint",
                                              "transformers.models.glm4_moe.modeling_glm4_moe"])
         self.folder = tempfile.TemporaryDirectory()
-        with socket.create_server(("localhost", 0)) as free:
-            port = free.getsockname()[1]
-        common = n, port, self.folder.name, function, args
+        common = n, free_port(), self.folder.name, function, args
         self.ranks = [self.context.Process(target=self.rank, args=(i, *common)) for i in range(max(1, n))]
         for rank in self.ranks:
             rank.start()
@@ -3743,9 +3746,7 @@ def test_torchrun_restarts_what_died(tiny, uninterrupted, tmp_path):
 def test_two_nodes_train_what_one_process_trains(tiny, tmp_path):
     """Two agents that meet over loopback, a rank each, share every row."""
     ranks(0, mtp.train, options(tiny, tmp_path / "one"))
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    cfg = options(tiny, tmp_path / "two", backend="usp")
+    cfg, port = options(tiny, tmp_path / "two", backend="usp"), free_port()
     nodes = [Processes(0, torchrun, port, 2, 1, 0, mtp.train, cfg) for _ in range(2)]
     (codes, said), (others, more) = (node.end(100) for node in nodes)
     assert codes == others == [0] and "on 1 x 2 cpu ranks" in said + more, said + more
@@ -5979,8 +5980,7 @@ def test_vllm_serves_dense_targets(tmp_path):
 def vllm_server(model, folder):
     """URL of vLLM's OpenAI-compatible server of a model in fp32; killed at the end."""
     no_torchvision(folder)
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     names = dict(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
                  VLLM_NO_USAGE_STATS="1", PYTHONPATH=str(folder / "stub"))
     command = [os.environ["MTP_VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--model",

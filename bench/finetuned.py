@@ -33,9 +33,10 @@ def domain():
 def write_prompts(file, texts, tokenizer, n, length=64):
     """n pieces of `length` tokens to continue, of random places."""
     drawn = random.Random(0)
+    tokenized = tokenizer([text for text in texts if len(text) > 2000])["input_ids"]
     with open(file, "w") as out:
         for _ in range(n):
-            ids = tokenizer(drawn.choice([text for text in texts if len(text) > 2000]))["input_ids"]
+            ids = drawn.choice(tokenized)
             start = drawn.randrange(len(ids) - length)
             out.write(json.dumps({"text": tokenizer.decode(ids[start:start + length])}) + "\n")
 

@@ -80,7 +80,7 @@ def objectives(steps=150, seeds=(0, 1)):
     print("\n".join(table))
 
 
-# ---- The table of ablations: python test_mtp.py --ablations TARGET STATES [STEPS] --------------------------
+# ---- The table of ablations --------------------------------------------------------------------------------
 
 def ablation_row(out, target, states, flags, apart, start, ways):
     """Train one draft, or continue a run that was cut, and write OUT/row.json. `flags` are mtp.py's; the

@@ -1,4 +1,4 @@
-// Routed experts on a CPU; experts.h has formula, shapes and floor. Measured: the table that --bench prints.
+// Routed experts on a CPU; experts.h has formula, shapes and floor. Measured: see bench/kernels.py.
 //
 // Per expert: gather, GEMM, act, GEMM, weighted sum, in scratch of one expert's size: no [N A, C] tensor
 // exists. The loop that this equals, over every expert e and its pairs (n, i), dpre = (dgate, dup):

@@ -1,4 +1,4 @@
-// Loss rows on a CPU; loss.h has formula, shapes and bytes. Measured: see the table that --bench prints.
+// Loss rows on a CPU; loss.h has formula, shapes and bytes. Measured: see bench/kernels.py.
 #include "loss.h"
 
 #include <ATen/Parallel.h>

@@ -1,5 +1,5 @@
 // The cached-attention merge on a CPU; merge.h has formula, shapes and bytes. Floor: the bytes.
-// Measured: see the table that --bench prints.
+// Measured: see bench/kernels.py.
 #include "merge.h"
 
 #include <ATen/Parallel.h>
