@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import torch
 
 import convert
 import mtp
@@ -82,19 +84,52 @@ def objectives(steps=150, seeds=(0, 1)):
 
 # ---- The table of ablations --------------------------------------------------------------------------------
 
+def linear_end(step, cfg):
+    """A constant learning rate after the warm-up, and a linear end to 0 over the last third of the steps."""
+    return cfg.lr * min((step + 1) / cfg.warmup_steps, 1.0, 3 * (1 - step / cfg.steps))
+
+
+class Averaging(mtp.MasterOptimizer):
+    """Beside the weights their exponential mean over about 20 steps, which `serve` puts into the draft."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.mean = {name: p.detach().clone() for name, p in self.masters.items()}
+
+    def step(self, *args):
+        super().step(*args)
+        for name, p in self.masters.items():
+            self.mean[name].lerp_(p.detach(), 1 / 20)
+        Averaging.last = self
+
+    @torch.no_grad()
+    def serve(self):
+        for name, p in self.params.items():
+            p.copy_(self.mean[name])
+
+
+PATCHES = {"cosine to 0": dict(LR_FLOOR=0.0), "linear end": dict(learning_rate=linear_end),
+           "averaging": dict(MasterOptimizer=Averaging),
+           "averaging, constant": dict(MasterOptimizer=Averaging, LR_FLOOR=1.0),
+           "balancing off": dict(BALANCE_RATE=0.0), "balancing 0.001": dict(BALANCE_RATE=0.001)}
+
+
 def ablation_row(out, target, states, flags, apart, start, ways):
     """Train one draft, or continue a run that was cut, and write OUT/row.json. `flags` are mtp.py's; the
     rest is patched: `apart` trains with attend_apart, `start` is a draft directory to start from. Every
     evaluation has three steps and the attention that is served; `ways`: the engines that it drafts as."""
     out, evaluate, read_sequences = Path(out), mtp.evaluate, mtp.read_sequences
-    rate = flags.pop("balance_rate", mtp.BALANCE_RATE)
+    patches = {"BALANCE_RATE": mtp.BALANCE_RATE} | PATCHES.get(flags.pop("patch", None), {})
+    flags = dict(batch_size=4, warmup_steps=6) | flags
     cfg = mtp.TrainConfig(
-        target=target, hidden_states=[states], out=str(out), backend="fa", batch_size=4, micro_batch_size=4,
-        seq_len=256, warmup_steps=6, eval_size=16, resume="auto", save_every=40, init=start or "auto",
-        **flags)
+        target=target, hidden_states=[states], out=str(out), backend="fa", micro_batch_size=4, seq_len=256,
+        eval_size=16, resume="never" if "MasterOptimizer" in patches else "auto", save_every=40,
+        init=start or "auto", **flags)
 
     def evaluate_as_served(run, sequences):
         found = {}
+        if "MasterOptimizer" in patches and mtp.saved_states(out):
+            Averaging.last.serve()
         with mock.patch.dict(mtp.BACKENDS, fa=mtp.attend_fa):
             for engine in ways:
                 recycle, zero = convert.engine_setting(run.target.layout, engine)
@@ -108,7 +143,7 @@ def ablation_row(out, target, states, flags, apart, start, ways):
     def same_split(cfg, target):  # whatever K
         return read_sequences(dataclasses.replace(cfg, ttt_length=5), target)
     with mock.patch.multiple(mtp, read_sequences=same_split, evaluate=evaluate_as_served), \
-            mock.patch.object(mtp, "BALANCE_RATE", rate), \
+            mock.patch.multiple(mtp, **patches), \
             mock.patch.dict(mtp.BACKENDS, fa=attend_apart if apart else mtp.attend_fa):
         if "after" not in mtp.train(cfg):
             sys.exit(1)
@@ -122,7 +157,7 @@ def ablation_row(out, target, states, flags, apart, start, ways):
     shutil.rmtree(out / "checkpoints")
 
 
-def from_scratch(measure, apart):
+def from_scratch(measure, apart, steps):
     """The rows of ablations that start from random drafts; returns the first."""
     default = "default: keys of all steps, for vllm, K 3, ce:1+kl:1, decay 0.8, balancing 0.01"
     first = measure(default, ways=("vllm", "sglang"), untrained="nothing: the random draft")
@@ -133,12 +168,16 @@ def from_scratch(measure, apart):
     measure("for any engine", engine="any", ways=("vllm", "sglang"))
     for K in (1, 5):
         measure(f"K {K}", ttt_length=K)
-    for loss in ("ce:1", "kl:1"):
+    for loss in ("ce:1", "kl:1", "tv:1"):
         measure(loss, loss=loss)
     for decay in (0.6, 1.0):
         measure(f"decay {decay}", decay=decay)
-    for rate in (0.0, 0.001):
-        measure(f"balancing {rate or 'off'}", balance_rate=rate)
+    for patch in PATCHES:
+        measure(patch, patch=patch)
+    for seed in (0, 1):
+        measure("adamw, lr 3e-3", optimizer="adamw", seed=seed)
+    measure("batches of 2 rows, twice the steps", batch_size=2, steps=2 * steps, warmup_steps=12)
+    measure("batches of 8 rows, half the steps", batch_size=8, steps=steps // 2, warmup_steps=3)
     return first
 
 
@@ -160,10 +199,10 @@ def ablations(target, states, steps=36, start=None):
     def measure(label, apart=False, start=None, ways=("vllm",), seed=0, untrained=None, **flags):
         name = "-".join([*["apart"] * apart, *[f"from-{Path(start or '').name}"] * bool(start),
                          *(f"{key}-{value}" for key, value in flags.items()), f"seed-{seed}"])
-        file = folder / name.replace(":", "") / "row.json"
+        file = folder / re.sub("[:, ]+", "-", name) / "row.json"
         if not file.exists():
             row = dict(out=str(file.parent), target=target, states=states, apart=apart, start=start,
-                       ways=ways, flags=dict(flags, steps=steps, seed=seed))
+                       ways=ways, flags=dict(steps=steps, seed=seed) | flags)
             command = [sys.executable, "-m", "bench.results", "ablation", json.dumps(row)]
             done = subprocess.run(command, stdout=sys.stderr, cwd=HERE,
                                   env={"OMP_NUM_THREADS": "1", **os.environ})
@@ -185,7 +224,7 @@ def ablations(target, states, steps=36, start=None):
                             untrained=None if seed else "nothing more: the draft that is gone on from")
             measure(f"going on, {apart}", apart=True, seed=seed, **more)
     else:
-        first = from_scratch(measure, apart)
+        first = from_scratch(measure, apart, steps)
     rows, = {found["rows"] for found in first["after"].values()}
     print(f"{steps} steps of 4 rows of 256 tokens; {rows:,} held-out rows; every expert busy alike: 12.5%\n"
           + "\n".join(table))
