@@ -367,6 +367,14 @@ def test_the_core_is_read_from_the_top():
         assert not wide, f"{path.name}: over 110 columns in lines {wide}"
 
 
+def test_no_test_is_longer_than_25_lines():
+    for path in (HERE / "test_mtp.py", HERE / "csrc/test_kernels.py"):
+        tests = [node for node in ast.walk(ast.parse(path.read_text()))
+                 if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        lengths = {test.name: test.end_lineno - test.lineno + 1 for test in tests}
+        assert max(lengths.values()) <= 25, max(lengths, key=lengths.get)
+
+
 def test_nothing_above_the_cut_uses_a_name_from_below():
     def defined(tree):
         names = set()

@@ -1,7 +1,9 @@
-"""The README's real model: its prompts, and the tokens per round of a draft by decoding, by eval and by vLLM.
+"""The README's real model: its prompts; the tokens per round of a draft by decoding, by eval and by vLLM; and
+the speed of vLLM with 1, 2, 3 and 5 drafted tokens.
 
     python -m bench.real_model prompts [FOLDER]
-    python -m bench.real_model walks DRAFT PROMPTS [--dtype D] [--prompts N] [--length N]
+    python -m bench.real_model walks DRAFT PROMPTS [--dtype D] [--most N] [--length N]
+    python -m bench.real_model speed DRAFT PROMPTS [--dtype D] [--most N] [--length N]
 """
 import argparse
 import ast
@@ -11,6 +13,7 @@ import json
 import keyword
 import os
 import random
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -79,6 +82,36 @@ def write_prompts(folder="."):
         print(f"{name}.jsonl: {len(lines)} prompts")
 
 
+def chat_prompts(tokenizer, file, most):
+    """Token ids of the first `most` prompts of a file, each the user's turn of a chat."""
+    lines = Path(file).read_text().splitlines()[:most]
+    chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+            for chat in chats]
+
+
+def speed(draft, prompts, dtype="bfloat16", most=12, length=64, drafted=(0, 1, 2, 3, 5), runs=3):
+    """Tokens per round and per second of stock vLLM, one prompt at a time, without drafting (0) and with K
+    drafted tokens: medians of `runs` interleaved runs, each in an engine of its own."""
+    cfg = mtp.EvalConfig(draft=str(draft), dtype=dtype)
+    asked = chat_prompts(mtp.open_draft(cfg)[1].tokenizer, prompts, most)
+    with tempfile.TemporaryDirectory() as folder:
+        convert_cli(draft, "--out", Path(folder) / "served")
+        longest = max(map(len, asked)) + length + max(drafted) + 1
+        jobs = [dict(model=Path(folder) / "served", K=K, prompts=asked, max_tokens=length,
+                     max_model_len=longest, dtype=dtype) for K in drafted * runs]
+        results = [vllm([job], Path(folder))[0] for job in tqdm(jobs, desc="vLLM")]
+    seconds = {K: statistics.median(result["seconds"] for result, job in zip(results, jobs) if job["K"] == K)
+               for K in drafted}
+    print(f"{len(asked)} prompts, {length} tokens each, greedy, {dtype}, {torch.get_num_threads()} threads, "
+          f"medians of {runs} interleaved runs\n| K | tokens per round | tokens/s | without drafting: 1 |\n"
+          "|---|---|---|---|")
+    for K, result in zip(drafted, results):
+        rounds = 1 + sum(result["accepted"]) / result["drafts"] if K else 1
+        print(f"| {K} | {rounds:.3f} | {len(asked) * length / seconds[K]:.1f} | "
+              f"{seconds[0] / seconds[K]:.2f}x |")
+
+
 def walks(draft, prompts, dtype="bfloat16", most=40, length=96):
     """Tokens per round of `most` prompts by three ways that have to agree: decoding here, `eval`'s walk over
     the answers, and, where MTP_VLLM_PYTHON names its environment, stock vLLM with what convert.py writes; and
@@ -86,11 +119,8 @@ def walks(draft, prompts, dtype="bfloat16", most=40, length=96):
     cfg = mtp.EvalConfig(draft=str(draft), dtype=dtype)
     model, target, ranks, options = mtp.open_draft(cfg)
     recycle, zero = options["recycle"], options["zero_first_embedding"]
-    lines = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()][:int(most)]
-    asked = [target.tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True)["input_ids"]
-        for text in lines]
-    K, length, rounds, texts, found, times = options["ttt_length"], int(length), [], [], {}, {}
+    asked = chat_prompts(target.tokenizer, prompts, most)
+    K, rounds, texts, found, times = options["ttt_length"], [], [], {}, {}
 
     def text(prompt, answer):
         ids = torch.tensor([*prompt, *answer])
@@ -133,14 +163,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("prompts").add_argument("folder", nargs="?", default=".")
-    command = commands.add_parser("walks")
-    command.add_argument("draft")
-    command.add_argument("prompts")
-    command.add_argument("--dtype", default="bfloat16")
-    command.add_argument("--most", type=int, default=40, help="prompts")
-    command.add_argument("--length", type=int, default=96, help="tokens of an answer")
+    for name, most, length in (("walks", 40, 96), ("speed", 12, 64)):
+        command = commands.add_parser(name)
+        command.add_argument("draft")
+        command.add_argument("prompts")
+        command.add_argument("--dtype", default="bfloat16")
+        command.add_argument("--most", type=int, default=most, help="prompts")
+        command.add_argument("--length", type=int, default=length, help="tokens of an answer")
     asked = vars(parser.parse_args())
-    {"prompts": write_prompts, "walks": walks}[asked.pop("command")](**asked)
+    {"prompts": write_prompts, "walks": walks, "speed": speed}[asked.pop("command")](**asked)
 
 
 if __name__ == "__main__":
