@@ -5098,9 +5098,12 @@ def test_dense_target_as_hy_v3(tmp_path, family, tied):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-def test_a_dense_out_is_a_target_again(tmp_path):
+@pytest.mark.parametrize("family, tied", [("llama", True), ("mistral", False), ("qwen3", False)])
+def test_a_dense_out_is_a_target_again(tmp_path, family, tied):
     """Its shard holds the zeros and the head, too, and they stay."""
-    draft_of(dense_target(tmp_path / "target", "qwen3", dtype=torch.bfloat16, shards=3), tmp_path / "draft")
+    source = dense_target(tmp_path / "target", family, dtype=torch.bfloat16, tie_word_embeddings=tied,
+                          shards=3)
+    draft_of(source, tmp_path / "draft")
     convert_cli(tmp_path / "draft", "--out", tmp_path / "out")
     found = tensors(tmp_path / "out")
     draft_of(tmp_path / "out", tmp_path / "tuned", seed=8)
@@ -5625,29 +5628,33 @@ def test_a_tied_head_is_written_where_vllm_ties_none(family, tmp_path):
     assert convert.main(["--check", str(out)]) == 0
 
 
+def changed(state, name, at=0):
+    """The tensors with one number of one of them changed."""
+    values = state[name].clone()
+    values.view(-1)[at] += 1
+    return state | {name: values}
+
+
 def test_a_target_is_known_by_its_weights(tmp_path):
     """Each part of the identity on its own; another sharding and an MTP layer make no difference."""
     source = tiny_target(tmp_path / "a", "glm4_moe", native=0)
     whole = convert.identity(convert.Checkpoint(source))
     assert {*whole} == {"config", "tensors", "blocks", "embedding", "head", "norm"}
     config, state = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+
     def differs(name, state=state, config=config, shards=1):
         write_checkpoint(tmp_path / name, state, config, shards)
         found = convert.identity(convert.Checkpoint(tmp_path / name))
         return {part for part in whole | found if whole.get(part) != found.get(part)}
-    def changed(name, at=0):
-        values = state[name].clone()
-        values.view(-1)[at] += 1
-        return state | {name: values}
 
     assert differs("shards", shards=3) == set()
     assert differs("layer", state | {"model.layers.2.enorm.weight": torch.ones(64)}) == set()
     assert differs("config", config=config | {"x": 1}) == {"config"}
-    assert differs("embedding", changed("model.embed_tokens.weight")) == {"embedding", "blocks"}
-    assert differs("middle", changed("model.embed_tokens.weight", 1500)) == {"embedding"}
-    assert differs("head", changed("lm_head.weight", -1)) == {"head", "blocks"}
-    assert differs("norm", changed("model.norm.weight")) == {"norm", "blocks"}
-    assert differs("inside", changed("model.layers.0.self_attn.q_proj.weight")) == {"blocks"}
+    assert differs("embedding", changed(state, "model.embed_tokens.weight")) == {"embedding", "blocks"}
+    assert differs("middle", changed(state, "model.embed_tokens.weight", 1500)) == {"embedding"}
+    assert differs("head", changed(state, "lm_head.weight", -1)) == {"head", "blocks"}
+    assert differs("norm", changed(state, "model.norm.weight")) == {"norm", "blocks"}
+    assert differs("inside", changed(state, "model.layers.0.self_attn.q_proj.weight")) == {"blocks"}
     half = {name: x.half() for name, x in state.items()}
     assert "tensors" in differs("half", half)
 
