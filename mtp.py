@@ -2028,8 +2028,8 @@ def full_tensor(x):
 
 WEIGHT_DECAY = 0.01  # of matrices
 MOMENTUM = 0.95      # of Muon
-ADAM_SHARE = 0.15    # of the learning rate, for what Muon does not take
-LEARNING_RATE = {"muon": (0.02, 3e-3), "adamw": (3e-3, 1e-4)}  # from scratch, warm
+ADAM_SHARE = 0.05    # of the learning rate, for what Muon does not take
+LEARNING_RATE = {"muon": (0.03, 0.01), "adamw": (3e-3, 1e-4)}  # from scratch, warm
 LR_FLOOR = 0.1       # where the cosine ends, as a share of the peak learning rate
 LARGEST_NORM = 1.0   # of the gradient; larger ones are clipped
 BALANCE_RATE = 0.01  # step of a sigmoid router's bias, from scratch; a warm start keeps its bias
@@ -2056,8 +2056,9 @@ class Muon(torch.optim.Optimizer):
             p.sub_(muon_update(nesterov, group["name"]), alpha=group["lr"])
 
 def muon_update(x, name):
-    """x, orthogonalised: matrices that were fused each on its own, the root mean square as large as
-    AdamW's. A sharded stack's matrices are whole on their rank; a sharded matrix is gathered."""
+    """x, orthogonalised: matrices (m, n) that were fused each on its own, times sqrt(m / n) if m > n,
+    so that one learning rate serves every width, as Jordan's does. A sharded stack's matrices are
+    whole on their rank; a sharded matrix is gathered."""
     if is_sharded(x):
         stack = x.to_local() if x.dim() == 3 else x.full_tensor()
         update = muon_update(stack, name)
@@ -2072,8 +2073,8 @@ def muon_update(x, name):
         parts = x.unflatten(1, (2, -1)).transpose(0, 1)  # (2, C, C)
     else:
         parts = x
-    scale = 0.2 * math.sqrt(max(parts.shape[-2:]))
-    parts = scale * orthogonal(parts).to(x.dtype)
+    m, n = parts.shape[-2:]
+    parts = max(1, m / n) ** 0.5 * orthogonal(parts).to(x.dtype)
     if name == "eh_proj.weight":
         parts = parts.transpose(0, 1)
     return parts.reshape(x.shape)
@@ -2103,10 +2104,11 @@ class MasterOptimizer:
             if p.dtype != fp32(p.dtype):
                 p = nn.Parameter(p.detach().float())
             self.masters[name] = p
-            if kind == "muon" and p.dim() > 1:
+            matrix = p.dim() > 1
+            if kind == "muon" and matrix:
                 muon.append(dict(params=[p], name=name, share=1.0))
             else:
-                adam.append(dict(params=[p], weight_decay=WEIGHT_DECAY if p.dim() > 1 else 0.0,
+                adam.append(dict(params=[p], weight_decay=WEIGHT_DECAY if matrix else 0.0,
                                  share=ADAM_SHARE if kind == "muon" else 1.0))
 
         self.optimizers = [torch.optim.AdamW(adam, betas=(0.9, 0.95), fused=True)]
@@ -2287,7 +2289,7 @@ class TrainConfig(BatchOptions):
     batch_size: int = flag(8, "sequences per optimizer step, over all ranks", least=1)
     optimizer: str = flag("muon", "of matrices; the rest always has AdamW", choices=["muon", "adamw"])
     lr: float = flag(
-        None, "peak learning rate; default from scratch 0.02 (adamw 3e-3), warm 3e-3 (1e-4)", above=0)
+        None, "peak learning rate; default from scratch 0.03 (adamw 3e-3), warm 0.01 (1e-4)", above=0)
     warmup_steps: int = flag(20, "steps of linear warm-up", least=0)
     seed: int = flag(0, "of initialisation and data order", least=0, most=2 ** 32)
 
