@@ -603,7 +603,8 @@ class MTP(DecoderLayer):
         init_weights(self, config.initializer_range)
 
     def set_target(self, embed_weight, lm_head_weight):
-        """The target's embedding and lm_head, (V, C), any float dtype, on this device. Not copied."""
+        """The target's embedding and lm_head, (V, C), any float dtype, on this device. Neither copied nor
+        changed; the draft gives them no gradient."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         device = self.eh_proj.weight.device
         for name, tensor in {"embed_weight": embed_weight, "lm_head_weight": lm_head_weight}.items():
@@ -611,8 +612,7 @@ class MTP(DecoderLayer):
                     f"{name} is {tuple(tensor.shape)}, expected (V, C) = {shape}")
             require(tensor.device == device,
                     f"{name} is on {tensor.device}, the draft on {device}: move one")
-            frozen = tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach()
-            object.__setattr__(self, name, frozen)  # past nn.Module's registry
+            object.__setattr__(self, name, tensor.detach())  # past nn.Module's registry
 
     def forward(self, tokens, hidden, position_ids, past_k, past_v, docs, attend=attend_sdpa,
                 group=None, zero_first=False):
@@ -1126,6 +1126,7 @@ from dataclasses import MISSING, asdict, astuple, field, fields, replace
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -1631,6 +1632,14 @@ def read_sequences(cfg, target):
     say(f"data: {tokens:,} tokens of {len(samples):,} samples in {len(sequences):,} sequences of "
         f"{cfg.seq_len} (fill ratio {fill_ratio:.2f}); {len(held):,} samples held out")
     return sequences, spread(pack(held, cfg.seq_len), cfg.eval_size)
+
+def identity_of_data(sequences):
+    """sha256 of all tokens, and of which are to be learned, in their order."""
+    digest = hashlib.sha256()
+    for sample in chain(*sequences):
+        digest.update(sample.input_ids.numpy())
+        digest.update(sample.loss_mask.numpy())
+    return digest.hexdigest()
 
 # From packed sequences to batches.
 
@@ -2366,7 +2375,12 @@ RUN_FILES = {"config.json", "model.safetensors", "settings.json", "metrics.jsonl
              "checkpoints", "best"}
 
 def check_out(out):
-    """Refuse an OUT with anything that no run wrote: a target, another project's model."""
+    """Refuse an OUT that cannot be written, or has what no run wrote: a target, another's model."""
+    there = Path(out).absolute()
+    while not there.exists():
+        there = there.parent
+    require(there.is_dir() and os.access(there, os.W_OK),
+            f"--out {out} cannot be written: {there} is no directory that you may write to")
     found = os.listdir(out) if os.path.exists(out) else []
     names = {name.removeprefix(".").removesuffix(".partial") for name in found}
     if "settings.json" in names or convert.is_draft(out):
@@ -2381,23 +2395,27 @@ MAY_CHANGE = {"target", "out", "resume", "steps", "eval_every", "save_every", "e
 
 def settings_of_run(state):
     """The settings.json of the run that a training state is of."""
-    return convert.read_json(state.parent.parent / "settings.json")
+    file = state.parent.parent / "settings.json"
+    require(file.exists(), f"{file} of the run is lost: restore it, or give another --out")
+    return convert.read_json(file)
 
 def check_settings(state, settings):
     """Refuse to go on with other settings than the run of a training state began with."""
     began = settings_of_run(state)
-    for name, value in settings.items():
-        require(name in MAY_CHANGE or began.get(name) == value, f"{state} is of a run with {name} "
-                f"{began.get(name)}, not {value}: give what it began with, or another --out")
+    others = [f"--{name.replace('_', '-')} {began.get(name)}, not {value}"
+              for name, value in settings.items() if began.get(name) != value and name not in MAY_CHANGE]
+    require(not others, f"{state} is of a run with {', and with '.join(others)}: give what it began with, "
+            "or another --out")
 
 def check_files(state):
     """Refuse a training state with a file that is not what was written."""
     out = state.parent.parent
     others = [str(other) for other in saved_states(out) if other.name != state.name]
-    for digest in state.glob("*.sha256"):
-        file = digest.with_suffix("")
-        require(file.exists() and convert.sha256(file) == digest.read_text(), f"{file} is damaged or "
-                f"lost: give --resume {' or '.join(others) or 'never and another --out'}")
+    for name in sorted({path.name.removesuffix(".sha256") for path in state.iterdir()}):
+        file, digest = state / name, state / f"{name}.sha256"
+        whole = file.exists() and digest.exists() and convert.sha256(file) == digest.read_text()
+        require(whole, f"{file} is damaged or lost, or its .sha256: give --resume "
+                f"{' or '.join(others) or 'never and another --out'}")
 
 def state_to_resume(cfg):
     """The training state that --resume names; None for a new run."""
@@ -2411,11 +2429,17 @@ def state_to_resume(cfg):
         return None
 
     state = Path(resume)
-    require((state / ".metadata.sha256").exists(), f"--resume {resume} is no complete training state: "
+    whole = re.fullmatch(r"step-\d+", state.name) and (state / ".metadata.sha256").exists()
+    require(whole, f"--resume {resume} is no complete training state: "
             "give auto, never or OUT/checkpoints/step-N")
     require(not states or os.path.samefile(state.parent.parent, cfg.out),
             f"--out {cfg.out} holds states of another run than {state}: give another --out")
-    check_settings(state, asdict(cfg))
+    require(int(state.name[5:]) <= cfg.steps, f"{state} is past --steps {cfg.steps}: give more steps, or "
+            "an earlier state")
+    asked = asdict(cfg)
+    if cfg.lr is None:
+        del asked["lr"]  # that of the run
+    check_settings(state, asked)
     if variable("RANK") == 0:
         check_files(state)
     return state
@@ -2660,7 +2684,6 @@ def train(cfg):
     torch.manual_seed(cfg.seed)
     ranks = start_ranks(cfg.device, cfg.backend, cfg.sp)
     target = open_target(cfg, ranks, stored=bool(cfg.hidden_states))
-    settings = {**asdict(cfg), "target_identity": target.identity}
     H = target.draft_config.num_attention_heads
     P = ranks.sp
     longest = target.draft_config.max_position_embeddings
@@ -2678,7 +2701,10 @@ def train(cfg):
         f"{'from scratch' if scratch else 'warm'}, {model.lm_head_weight.dtype} on {ranks.dp} x {P} "
         f"{ranks.device.type} ranks (data x sequence)")
     if cfg.lr is None:
-        cfg = replace(cfg, lr=LEARNING_RATE[cfg.optimizer][0 if scratch else 1])
+        began = settings_of_run(state) if state else {}
+        cfg = replace(cfg, lr=began.get("lr") or LEARNING_RATE[cfg.optimizer][0 if scratch else 1])
+    settings = {**asdict(cfg), "target_identity": target.identity,
+                "data_identity": identity_of_data(sequences)}
 
     run = Run(model, target, cfg, ranks, cfg.backend, ttt_length=cfg.ttt_length, recycle=recycle,
               zero_first_embedding=zero_first)
@@ -2708,7 +2734,10 @@ def start_or_resume(run, optimizer, state, settings):
     progress = Progress()
     if state is not None:
         say(f"resuming from {state}")
-        run.target.check_same(settings_of_run(state)["target_identity"], str(state))
+        began = settings_of_run(state)
+        run.target.check_same(began["target_identity"], str(state))
+        require(began.get("data_identity") == settings["data_identity"],
+                f"{state} is of a run on other data: give the files as they were, or another --out")
         progress = load_state(state, run.model, optimizer)
 
     barrier(run.ranks)  # all have looked for states
@@ -3102,12 +3131,16 @@ def parse(arguments):
 
 def explain(error):
     """A line on what the user or the machine has done; None for a fault of this file."""
-    if "closed by peer" in str(error):  # gloo's, once a rank has ended
+    said = str(error)
+    if "closed by peer" in said:  # gloo's, once a rank has ended
         return "another rank has failed"
     if isinstance(error, dcp.api.CheckpointException):  # of several ranks; the last line tells
-        return str(error).splitlines()[-1]
-    if isinstance(error, (ValueError, OSError, SafetensorError)):
-        return str(error)
+        said = said.splitlines()[-1]
+    if re.search("No space left|File too large|inline_container|while serializing", said):  # of writers
+        return (f"is the disk of --out full? ({said}) Make room, then go on, a training run with "
+                "--resume auto")
+    if isinstance(error, (ValueError, OSError, SafetensorError, dcp.api.CheckpointException)):
+        return said
     return None
 
 def first_to_fail():
